@@ -46,9 +46,11 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     try:
         # As JSON, so that the strict types take objects and lists; half a character has no UTF-8.
         type_adapter(Recorded).validate_json(json.dumps(record), strict=True)
-        "target" not in record or record["target"]["name"].encode()
-    except (ValueError, LookupError, AttributeError):  # pydantic's own is a ValueError
-        raise InvalidInput(f"{printable(path)} is damaged: it is not a record written by kvfold") from None
+        is_whole = "target" not in record or isinstance(record["target"].get("name"), str)
+    except ValueError:  # of pydantic, also for half a character
+        is_whole = False
+    if not is_whole:
+        raise InvalidInput(f"{printable(path)} is damaged: it is not a record written by kvfold")
     return record
 
 

@@ -44,7 +44,7 @@ _LIBRARIES = {
     "transformers", "tokenizers", "sentencepiece", "safetensors", "huggingface_hub", "accelerate", "datasets",
     "pyarrow", "jinja2", "lm_eval", "yaml",
 }  # fmt: skip
-_PASSED_TO = {*sys.stdlib_module_names, "torch", "numpy", ""} - {"__main__"}
+_PASSED_TO = {*sys.stdlib_module_names, "torch", "numpy", ""}
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
 

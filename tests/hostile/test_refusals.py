@@ -377,7 +377,7 @@ def test_the_code_of_an_output_is_published_if_it_is_kvfolds(scene: Scene, sourc
     assert {path.name for path in out.glob("*.py")} <= set(published(out)["files"])
     (out / "modeling_kvfold.py").write_text(f"open({str(scene.canary)!r}, 'w')")
     done = CliRunner().invoke(main, ["publish", str(out), "org/x", "--dry-run", "--verify", "lint"])
-    assert done.exit_code == 3
+    assert done.exit_code in (2, 3)
     assert "code" in done.stderr
     assert not scene.canary.exists()
 
