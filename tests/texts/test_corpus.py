@@ -59,14 +59,15 @@ def test_rows_without_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
-    lines = [json.dumps(row) for row in rows()]
+    full = [{"text": "abcdefgh" * count} for count in (1, 2, 3)]
+    lines = [json.dumps(row) for row in full]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"other": 1}', "", '{"text": null}']) + "\n")
-    (tmp_path / "a.json").write_text(json.dumps([*rows(), {"other": 1}]))
-    Dataset.from_list([*rows(), {"text": None}]).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps([*full, {"other": 1}]))
+    Dataset.from_list([*full, {"text": None}]).to_parquet(tmp_path / "a.parquet")
     for name, absent in (("a.jsonl", 2), ("a.json", 1), ("a.parquet", 1)):
         with listening() as heard:
-            assert len(read_text(str(tmp_path / name)).documents) == len(rows())
-        assert f"{absent} of {absent + len(rows())} rows have no 'text' and were left out" in heard.notices[0]
+            assert len(read_text(str(tmp_path / name)).documents) == len(full)
+        assert f"{absent} of {absent + len(full)} rows have no 'text' and were left out" in heard.notices[0]
         with listening() as heard:
             read_sequences(tmp_path / name, characters(), sequences=1, length=8, seed=0)
         assert f"{absent} of" in "".join(heard.notices)
