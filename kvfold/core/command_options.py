@@ -126,16 +126,16 @@ def _option(settings: type[Settings], name: str) -> click.Option:
         names[0] += f"/--no-{name.replace('_', '-')}"
     if kind is bool:
         return click.Option(names, is_flag=True, default=field.default, help=text)
-    default = None if field.is_required() else field.default
-    if isinstance(default, tuple):
-        default = default if spelled.repeated else ",".join(map(spelled.written, default)) or None
-    elif default is not None:
-        default = spelled.written(default)
+    shown: Any = None if field.is_required() else field.default
+    if isinstance(shown, tuple):
+        shown = shown if spelled.repeated else ",".join(map(spelled.written, shown)) or None
+    elif shown is not None:
+        shown = spelled.written(shown)
     return click.Option(
         names,
         type=_click_type(kind, metadata),
-        default=default,
-        show_default=default is not None,
+        default=shown,
+        show_default=shown is not None,
         metavar=spelled.metavar,
         multiple=spelled.repeated,
         help=text,
