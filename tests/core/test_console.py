@@ -66,7 +66,6 @@ def test_a_notice_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         ("--verbos", "No such option"),
         ("eval recipes/demo --txet stdlib", "No such option"),
         ("eval", "Missing argument 'MODEL'"),
-        ("convert recipes/demo", "Missing option '--to'. Choose from: gqa, mqa, mla; see"),
         ("distill explain", "Missing argument 'RECIPE"),
         (
             "eval recipes/demo --window many",
