@@ -182,6 +182,11 @@ EXACT = 5e-4  # nats of predicted loss below which training is not suggested
     help="Write the folded text tower of a multimodal model alone, as a causal language model.",
 )
 @click.option(
+    "--ignore-code",
+    is_flag=True,
+    help="Fold a checkpoint that names a class in code of its own as transformers' class of its model_type.",
+)
+@click.option(
     "--shard-size",
     type=ByteSize(),
     metavar="SIZE",

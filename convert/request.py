@@ -166,6 +166,8 @@ class FoldRequest(Settings):
     """Of a multimodal checkpoint, write the folded text tower alone, as a causal language model."""
     dequantize: bool = False
     """Write the weights of a quantised source unquantised; otherwise only its attention is."""
+    ignore_code: bool = False
+    """Fold a checkpoint that names a class in code of its own as transformers' class of its model_type."""
     shard_size: Annotated[Bytes, Field(ge=1)] = SHARD_SIZE
     """Largest size of a weight file: bytes, or a text such as `5GB`."""
     verify: Literal["full", "lint", "none"] = "lint"
@@ -232,7 +234,7 @@ _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
     "latent_norm", "cache_dtype", "engines", "slots", "calibration", "effort", "sequences", "length", "seed",
     "context", "refine", "shard_size", "method", "revision", "dtype", "dequantize",
-    "text_only",
+    "text_only", "ignore_code",
 )  # fmt: skip
 
 
@@ -358,6 +360,7 @@ class FoldOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     dequantize: bool
     text_only: bool
+    ignore_code: bool
     shard_size: int | str
     verify: Literal["full", "lint", "none"]
     jobs: int

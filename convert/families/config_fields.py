@@ -12,7 +12,6 @@ from ...core.untrusted import printable, shorten
 from .layers.layer_kinds import ATTENTION
 
 LARGEST = 2**31 - 1  # of sizes, positions and ids
-_MOST_LAYERS = 10**5  # of which classes make lists
 _LARGEST_NUMBER = 1e30  # float32 has three times 10^38, and holds its products with a position
 _ROPE = ("rope_parameters", "rope_scaling")
 
@@ -40,10 +39,6 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _are_whole(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_whole(number) and 0 <= number <= LARGEST for number in value)
-
-
 def _are_positive(value: Any) -> bool:
     return isinstance(value, list) and all(_is_positive(number) for number in value)
 
@@ -62,15 +57,11 @@ _SHARE: _Check = ("a number above 0 and at most 1", lambda value: _is_number(val
 _TEXT: _Check = ("a string", lambda value: isinstance(value, str))
 _FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
 _NAMES: _Check = ("a list of strings", _is_texts)
-_LAYERS: _Check = (
-    f"a whole number from 1 to {_MOST_LAYERS}",
-    lambda value: is_size(value) and value <= _MOST_LAYERS,
-)
 
 # A field may also be absent or null, where its class says what that means.
 _FIELDS: dict[str, _Check] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
-    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "head_dim", "intermediate_size"), _SIZE),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size"), _SIZE),
+    **dict.fromkeys(("head_dim", "intermediate_size"), _SIZE),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"), _SIZE),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_inner", "ffn_dim"), _SIZE),
     **dict.fromkeys(("ffn_hidden_size", "moe_intermediate_size", "num_local_experts"), _SIZE),

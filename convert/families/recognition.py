@@ -14,7 +14,7 @@ from .layers.layer_kinds import ATTENTION, SLIDING
 from .layers.layer_shapes import first_follower, overrides
 from .loaded_config import default_of, loaded_config
 from .rows import FAMILIES
-from .unfolded import UNFOLDED
+from .unfolded import CODE_ONLY, UNFOLDED
 
 __all__ = [
     "FAMILIES",
@@ -83,6 +83,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(f"model_type {kind} already has latent attention; {_SEE}")
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
+    if kind in CODE_ONLY:
+        raise InvalidInput(
+            f"model_type {kind} exists only as code of its checkpoints, which kvfold does not run: "
+            f"{CODE_ONLY[kind]}"
+        )
     if kind not in FAMILIES and "text_config" in config:
         raise InvalidInput(
             f"model_type {kind} has a text_config, but no vision_config or audio_config; kvfold folds the "

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.hub import check_new_name
-from ..core.untrusted import read_json, shorten
+from ..core.untrusted import printable, read_json, shorten
 from .other_forms import without_config
 from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
 from .side_files import matching
@@ -226,14 +227,20 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
         found = read_header(file, packed=packed)
-        wrong = sorted(named[file.name] - found.keys()) + sorted(found.keys() - named[file.name])
+        wrong = sorted(named[file.name] - found.keys())
         if wrong:  # before the next shard is read, so that no number of them fills the memory
             more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
             raise InvalidInput(
                 f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
                 "again"
             )
-        entries |= found
+        unlisted = sorted(found.keys() - named[file.name])
+        if unlisted:
+            notice(
+                f"{directory / INDEX} does not list {len(unlisted)} tensors of {file.name}, e.g. "
+                f"{printable(unlisted[0])}; they are left out"
+            )
+        entries |= {name: found[name] for name in named[file.name]}
     return {name: entries[name] for name in weight_map}
 
 
