@@ -13,6 +13,7 @@ from ...checkpoints.directory import Checkpoint
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
 from ...checkpoints.record import check_unfolded
 from ...core.errors import InvalidInput
+from ...core.untrusted import printable
 from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
@@ -374,6 +375,13 @@ def open_source(place: Path | Checkpoint) -> Source:
     family = family_of(checkpoint.config)
     if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
         family = replace(family, prefix="")  # saved as the bare model, as the first GPT-2 checkpoints are
+    embedding = family.prefix + family.embedding
+    wrapped = [name for name in checkpoint if name.endswith(f".{embedding}")]
+    if wrapped and embedding not in checkpoint:
+        raise InvalidInput(
+            f"the tensors of {checkpoint.directory} have {printable(wrapped[0].removesuffix(embedding))} in "
+            "front of their names, as a model in a wrapper has; save the model that is in the wrapper"
+        )
     config = complete(family, checkpoint.config)
     geometry = geometry_of(config)
     check_layers(config, mixers=family.mixers)
@@ -386,9 +394,7 @@ def open_source(place: Path | Checkpoint) -> Source:
     own = {layer: shape_of(family, config, geometry, layer) for layer in layers}
     biases = biases_of(checkpoint, family, own)
     check_whole(checkpoint, family, config)
-    if config["tie_word_embeddings"] and has_own_head(
-        checkpoint, family.head, family.prefix + family.embedding
-    ):
+    if config["tie_word_embeddings"] and has_own_head(checkpoint, family.head, embedding):
         config["tie_word_embeddings"] = False
     width = rotary_width(family, config, geometry.head_dim)
     source = Source(

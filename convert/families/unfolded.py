@@ -78,7 +78,7 @@ UNFOLDED: dict[str, str] = {
     "diffllama": "its attention is the difference of two",
     "doge": "its attention mask is computed from the values",
     "gpt-sw3": "its checkpoints have model_type gpt2, which can be folded",
-    "gpt_bigcode": "it has one key/value head already",
+    "gpt_bigcode": "it has one key/value head already; with multi_query false no row describes its attention",
     "jetmoe": "its heads are experts, of which each token takes some",
 }  # fmt: skip
 # Model types that only checkpoints' own code computes, each with the class that their weights convert to.

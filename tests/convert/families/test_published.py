@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints.shards import INDEX
 from kvfold.convert.cli import main
 from kvfold.convert.families.recognition import family_of
+from kvfold.convert.families.source import open_source
 from kvfold.convert.families.unfolded import CODE_ONLY
 from kvfold.core.errors import InvalidInput
 
@@ -147,3 +148,13 @@ def test_fewer_heads_say_their_rotation_in_both_forms(rope: str, tmp_path: Path)
     scaling = {key: value for key, value in stated.items() if key != "rope_theta"}
     assert config["rope_scaling"] == (None if rope == "default" else scaling)
     assert torch.equal(logits(tmp_path / "out"), logits(source))
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "base_model.model."])
+def test_names_of_a_wrapper_are_told(wrapper: str, tmp_path: Path) -> None:
+    """Downloading such a checkpoint again gives the same names."""
+    source = make(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    save_file({wrapper + name: tensors[name] for name in tensors}, source / "model.safetensors")
+    with pytest.raises(InvalidInput, match=f"have {wrapper} in front of their names"):
+        open_source(source)
