@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import __version__
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
+from ...core.version import __version__
 from ..algebra.target import LatentTarget, Target, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
