@@ -157,7 +157,11 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "has no model.layers.1.self_attn.v_proj.weight",
     ),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
-    "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
+    "missing size": (
+        config_with(num_attention_heads=None),
+        MLA,
+        "cannot read config.json: Field 'num_attention_heads' expected int",
+    ),
     "unknown family": (
         config_with(model_type="mamba"),
         MLA,
