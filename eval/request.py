@@ -20,13 +20,13 @@ from ..core.settings import LARGEST_COUNT, LARGEST_SEED, reason_of, refuse_exces
 from ..core.type_adapters import type_adapter
 from ..core.units import ByteSize, bytes_of
 from ..core.untrusted import shorten
+from ..core.work import WorkDir
 from ..models.load_options import DEVICE_MAPS, DEVICES, DTYPES
 from ..texts.corpus import read_text
 from .assertions import Assertion, check_models
-from .evaluation_journal import EvaluationJournal, reserved
 from .options import Options
 from .result import Result
-from .run import evaluate
+from .run import evaluate, reserved
 from .suites.catalogue import DEFAULT, SUITES, check_settings, chosen
 
 _LEAST = {"window": 2, "max_windows": 1, "batch_size": 1}
@@ -77,7 +77,7 @@ class EvalRequest:
             )
 
 
-def measure(request: EvalRequest, journal: EvaluationJournal) -> Result:
+def measure(request: EvalRequest, journal: WorkDir) -> Result:
     """Return what the suites of a request find.
 
     Args:
@@ -298,9 +298,7 @@ def run_request(request: EvalRequest, out: Path | None) -> Result:
     """
     with ExitStack() as stack:
         with together():
-            reserving = (
-                reserved(out) if out is not None and is_first() else nullcontext((EvaluationJournal(), None))
-            )
+            reserving = reserved(out) if out is not None and is_first() else nullcontext((WorkDir(), None))
             journal, write = stack.enter_context(reserving)
         result = measure(request, journal)
         if write is not None:

@@ -52,12 +52,13 @@ def test_a_dry_run_says_which_disk_it_takes(
     there: list[int] = []
 
     def count(*_: Any, **__: Any) -> None:
-        files = (tmp_path / f"out{ending}" / "model.safetensors" for ending in (".tower", ".text"))
+        places = ("out.tower", "out.partial/tower", "out.partial/text")
+        files = (tmp_path / name / "model.safetensors" for name in places)
         there.append(
             sum(tensor.nbytes for file in files if file.exists() for tensor in load_file(file).values())
         )
 
-    monkeypatch.setattr("kvfold.convert.towers.places.Places.clear", count)
+    monkeypatch.setattr("kvfold.core.work.WorkDir.finish", count)
     kvfold.fold(
         sources["llava"], kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="none", verify="none",
         text_only=is_alone,
