@@ -1,8 +1,7 @@
-"""A sample of the cases of `python -m benchmarks.hostile`, and of the stops of `python -m benchmarks.kills`."""
+"""A sample of the cases of `python -m benchmarks.hostile`."""
 
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 
 from benchmarks import hostile_sources
 from benchmarks.hostile_cases import COMMANDS, FILES, FILLED, OTHER_FILES, RESUMED, SLOW, Case, cases
-from benchmarks.hostile_scene import GQA, LOSSLESS, build
+from benchmarks.hostile_scene import build
 from benchmarks.hostile_worker import run_case
-from benchmarks.interrupted import bits, counting, finish, start, stopping
 from kvfold.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links, pipes and signals")
@@ -116,31 +114,3 @@ def test_every_command_that_reads_files_has_cases() -> None:
     assert set(main.commands) - asked == {"demo", "engines", "families", "lab"}
     read = {command for _, commands in (FILES | OTHER_FILES).values() for command in commands}
     assert {*COMMANDS, *RESUMED} <= {*read, *FILLED}
-
-
-@pytest.mark.parametrize("means", ["SIGKILL", "SIGTERM", "full disk"])
-def test_a_stopped_fold_ends_in_the_same_bits(sound: tuple[Path, Path], tmp_path: Path, means: str) -> None:
-    work, told = tmp_path / "work", tmp_path / "operations"
-    words = [
-        "convert",
-        str(sound[0] / "sharded"),
-        *GQA,
-        *LOSSLESS,
-        "--shard-size",
-        "20KB",
-        "--out",
-        f"{work}/out",
-    ]
-    work.mkdir()
-    assert finish(start(words, work, counting(told), {}), work).code == 0
-    whole, operations = bits(work), told.read_text().splitlines()
-    (work / "out").rename(tmp_path / "whole")
-    at = len(operations) // 2
-    ended = finish(start(words, work, stopping(at, means), {}), work)
-    assert (
-        ended.code
-        in {"SIGKILL": (-signal.SIGKILL,), "SIGTERM": (-signal.SIGTERM, 143), "full disk": (2,)}[means]
-    )
-    assert not (work / "out").exists()
-    assert finish(start(words, work, None, {}), work).code == 0
-    assert bits(work) == whole
