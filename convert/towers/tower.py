@@ -124,36 +124,21 @@ def text_config(directory: Path) -> dict[str, Any]:
     return {**text, "model_type": as_causal(str(text.get("model_type")))}
 
 
-def is_written(tower: Tower, out: Path) -> bool:
-    """Return whether a directory holds a tower that `write_tower` wrote whole.
+def is_copy(tower: Tower, out: Path) -> bool:
+    """Return whether a directory holds a tower as `write_tower` writes it now.
 
     Args:
         tower: the tower.
         out: the directory, which may be anything.
     """
-    if not (out / "config.json").is_file():
+    file, kept = out / MODELOPT_FILE, tower_modelopt_file(tower.whole, tower.names)
+    if not (out / "config.json").is_file() or (read_json(file) if file.is_file() else None) != kept:
         return False
-    whole, there = as_stored(tower.whole), Checkpoint(out, packed=True)
     written, wanted = (
         {key: value for key, value in config.items() if key != "transformers_version"}
         for config in (read_config(out), json.loads(json.dumps(tower.config)))
     )
-    file = out / MODELOPT_FILE
-    if (read_json(file) if file.is_file() else None) != tower_modelopt_file(tower.whole, tower.names):
-        return False
-    if written != wanted or set(there) != set(tower.stored.values()):
-        return False
-    return all(there.spec(name) == whole.spec(stored) for stored, name in tower.stored.items())
-
-
-def is_copy(tower: Tower, out: Path) -> bool:
-    """Return whether a directory holds a tower as `is_written` does, with the weights that it has now.
-
-    Args:
-        tower: the tower.
-        out: the directory, which may be anything.
-    """
-    return is_written(tower, out) and holds_weights(tower, out)
+    return written == wanted and holds_weights(tower, out)
 
 
 def holds_weights(tower: Tower, directory: Path) -> bool:
