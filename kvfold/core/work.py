@@ -202,7 +202,7 @@ class WorkDir:
                 f"{path.parent} holds {path.name}, which kvfold did not write; move it and run the same "
                 "command again, which keeps all work"
             )
-        self.add({_FINISHED: _inode(place)})
+        self.add({_FINISHED: place.stat().st_ino})
         rename_whole(place, out)
         self.is_finished = True
 
@@ -433,7 +433,7 @@ def discard_finished(out: Path) -> bool:
     work = WorkDir(path)
     with work.holding():
         # Where only the lock is left, the kill came while the directory was removed.
-        if work.result() != _inode(out) and {place.name for place in path.iterdir()} != {LOCK}:
+        if work.result() != out.stat().st_ino and {place.name for place in path.iterdir()} != {LOCK}:
             return False
         work.discard()
     return True
@@ -543,11 +543,6 @@ def _is_private(path: Path, bits: int) -> bool:
     except OSError:
         return False
     return about.st_uid == private.st_uid and not about.st_mode & ~private.st_mode & bits
-
-
-def _inode(place: Path) -> list[int]:
-    about = place.lstat()
-    return [about.st_dev, about.st_ino]
 
 
 def _lines(units: Mapping[str, Any]) -> str:
