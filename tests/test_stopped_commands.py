@@ -23,7 +23,7 @@ FOLD = ("--to", "gqa", "--kv-heads", "2", "--calibration", "none", "--verify", "
 OPERATIONS = {
     "convert": (
         "os.mkdir out.partial", "os.rename out.partial/journal.jsonl.partial", "open journal.jsonl",
-        "open model-00001-of-00003.safetensors", "os.rename out.partial/model", "os.remove out.partial/lock",
+        "open model-of.safetensors", "os.rename out.partial/model", "os.remove out.partial/lock",
         "os.rmdir out.partial",
     ),
     "tower": (
