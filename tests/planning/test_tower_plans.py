@@ -14,6 +14,7 @@ from kvfold.checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from kvfold.cli import main
 from kvfold.convert.towers.tower import find_tower, write_tower
 from kvfold.core.errors import InvalidInput
+from kvfold.core.work import WorkDir
 
 from ..support.quantised import quantise, quantised_tower
 from ..support.tokenizers import save_tokenizer
@@ -58,13 +59,14 @@ def test_a_dry_run_says_which_disk_it_takes(
             sum(tensor.nbytes for file in files if file.exists() for tensor in load_file(file).values())
         )
 
-    monkeypatch.setattr("kvfold.core.work.WorkDir.finish", count)
+    finish = WorkDir.finish
+    monkeypatch.setattr(WorkDir, "finish", lambda *given: (count(), finish(*given))[1])
     kvfold.fold(
         sources["llava"], kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="none", verify="none",
         text_only=is_alone,
     )  # fmt: skip
     count()
-    assert there[0] == work
+    assert max(there) == work
 
 
 @pytest.mark.parametrize("kind", TOWERS)
