@@ -85,9 +85,9 @@ test: install $(VENV)/.kernels
 hostile: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile
 
-# Commands stopped at many moments and given again.
+# Commands stopped before every kind of operation on their files and given again.
 kills: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kills
+	$(BIN)/python -m pytest tests/core/test_work.py tests/test_stopped_commands.py tests/distill/run/test_kills.py
 
 # Tests of every part with the lowest versions that pyproject.toml declares.
 test-lowest: $(LOWEST_VENV)/.installed

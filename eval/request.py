@@ -9,15 +9,15 @@ from ..core.console import is_first, notice
 from ..core.disk import check_outside
 from ..core.hub import resolve
 from ..core.processes import together
+from ..core.work import WorkDir
 from ..texts.corpus import read_text
 from .assertions import Assertion, check_models
-from .evaluation_journal import EvaluationJournal, reserved
 from .options import EvalRequest
 from .result import Result
-from .run import evaluate
+from .run import evaluate, reserved
 
 
-def measure(request: EvalRequest, journal: EvaluationJournal, assertions: Sequence[Assertion] = ()) -> Result:
+def measure(request: EvalRequest, journal: WorkDir, assertions: Sequence[Assertion] = ()) -> Result:
     """Return what the suites of a request find.
 
     Args:
@@ -91,9 +91,7 @@ def run_request(
     """
     with ExitStack() as stack:
         with together():
-            reserving = (
-                reserved(out) if out is not None and is_first() else nullcontext((EvaluationJournal(), None))
-            )
+            reserving = reserved(out) if out is not None and is_first() else nullcontext((WorkDir(), None))
             journal, write = stack.enter_context(reserving)
         result = measure(request, journal, assertions)
         if write is not None:

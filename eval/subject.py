@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from ..checkpoints.eval_json import MeasuredCheckpoint
-from ..checkpoints.identity import hashes_of, identity
+from ..checkpoints.identity import check_signature, hashes_of, identity, signature
 from ..checkpoints.record import changed_since, other_weights, read_record
 from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
@@ -21,11 +21,11 @@ from ..core.memory import free_bytes
 from ..core.processes import from_every, from_first, together
 from ..core.settings import Settings
 from ..core.version import __version__
+from ..core.work import WorkDir
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
 from ..models.stored_cache import StoredCache
 from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
-from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .scores import UNQUANTISED, Live, LogitSource, Scores, gather, pending, score
 from .stored_teacher import OPTION, StoredTeacher, fill
@@ -82,7 +82,7 @@ class Subject:
         options: Options,
         text: Text | None,
         settings: Settings | None = None,
-        journal: EvaluationJournal | None = None,
+        journal: WorkDir | None = None,
     ) -> None:
         """Check that the models can be compared; weights are read only to hash them.
 
@@ -96,13 +96,14 @@ class Subject:
         self._loaded: dict[str, Loaded] = {}
         self._made: dict[Callable[[Subject], Any], Any] = {}
         self.stored: StoredCache | None = None
-        self._journal = journal or EvaluationJournal()
+        self._journal = journal or WorkDir()
         with together():
             self._described = {role: describe(path, options, multimodal=True) for role, path in paths.items()}
             for role in self.roles[1:]:
                 check_comparable(
                     self._described["student"], self._described[role], text.joined if text else ""
                 )
+        self._read = {role: signature(path) for role, path in paths.items()}
         hashes = {role: hashes_of(path) for role, path in paths.items()}
         self.checkpoints: dict[str, MeasuredCheckpoint] = {
             role: measured_checkpoint(path, hashes[role]) for role, path in paths.items()
@@ -116,7 +117,7 @@ class Subject:
         self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
         with together():
             self._journal.begin(self._asked())
-        self._journal.parts = from_first(self._journal.parts)
+        self._journal.units = from_first(self._journal.units)
 
     def _look_for_changes(self, hashes: Mapping[str, str]) -> None:
         """Report a teacher in the place of the student's source that has other files than the source had."""
@@ -144,9 +145,19 @@ class Subject:
             if self.one_at_a_time:
                 self._release()
             loaded = self._loaded[role] = load(self.paths[role], self.options, multimodal=True)
+            self.check_unchanged(role)
             if role == "student" and self.options.cache_dtype is not None:
                 self.stored = StoredCache(loaded.model, cache_dtype(self.options.cache_dtype))
         return self._loaded[role]
+
+    def check_unchanged(self, *roles: str) -> None:
+        """Check that models have the files whose hashes are recorded; by default all of them.
+
+        Raises:
+            InvalidInput: a file was written, replaced or removed meanwhile.
+        """
+        for role in roles or self.roles:
+            check_signature(self.paths[role], self._read[role])
 
     @contextmanager
     def unquantised(self) -> Iterator[Loaded]:
@@ -163,7 +174,7 @@ class Subject:
             name: `suite/role`, and whatever else distinguishes the parts of a suite.
             measure: returns plain values with finite numbers.
         """
-        return self._journal.part(name, measure)
+        return self._journal.unit(name, measure)
 
     def once(self, make: Callable[["Subject"], Made]) -> Made:
         """Return what a function makes of this subject; further calls return the same.

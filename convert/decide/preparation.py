@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
-from ...checkpoints.unchanged import check_unchanged
+from ...checkpoints.identity import check_unchanged
 from ...core.console import notice
 from ...core.disk import check_outside
 from ...core.errors import InvalidInput

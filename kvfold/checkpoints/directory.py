@@ -5,18 +5,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.console import notice
+from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.hub import check_new_name
 from ..core.untrusted import printable, read_json, shorten
+from ..core.work import discard_finished
 from .other_forms import without_config
 from .shards import (
     DTYPES,
@@ -358,6 +359,8 @@ def check_output(out: Path, source: Path | None = None) -> None:
         InvalidInput: the output cannot be written there.
     """
     check_new_name(out)
+    if is_first():
+        discard_finished(out)
     if out.exists() or out.is_symlink():
         raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
     if source is not None and out.resolve().is_relative_to(source.resolve()):
@@ -373,20 +376,19 @@ def check_output(out: Path, source: Path | None = None) -> None:
         )
 
 
-def finish(partial: Path, out: Path, unneeded: Iterable[Path] = ()) -> None:
+def finish(partial: Path, out: Path) -> None:
     """Force a finished model directory to the disk and give it its final name.
 
     Args:
         partial: the directory, in which everything is written.
         out: its final name, on the same file system.
-        unneeded: files in `partial` that are removed just before it is renamed.
 
     Raises:
         InvalidInput: `out` exists by now.
         OSError: the disk is full or cannot be written.
     """
     check_output(out)
-    rename_whole(partial, out, unneeded)
+    rename_whole(partial, out)
 
 
 def copy_side_files(source: Path, out: Path) -> None:

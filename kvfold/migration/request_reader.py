@@ -19,6 +19,7 @@ from ..core.console import notice
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import read_share, show_percent, show_trained
+from ..core.work import working_directory
 from ..distill.data.samples import check_texts
 from ..distill.recipe.default_recipe import default_save, default_stage, default_steps, weights_of
 from ..distill.recipe.recipe import Recipe
@@ -34,7 +35,7 @@ from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_encoding, check_source
 from .migration_options import STEPS, WINDOW, MigrationOptions
-from .request import Migration, Step, begun_length, working_directory
+from .request import Migration, Step, begun_length
 
 SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about

@@ -350,7 +350,10 @@ def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are
     words = [str(source), *MLA, "--calibration", "self"]
     monkeypatch.setattr(study, "_whole_model", lambda *_: pytest.fail("statistics were taken"))
     for more, sentence in (
-        (("--out", str(tmp_path / "out")), "out.partial exists and is not a half-written output of kvfold"),
+        (
+            ("--out", str(tmp_path / "out")),
+            "out.partial exists and is not unfinished work of this user's kvfold",
+        ),
         (("--out", "/proc/out"), "cannot write /proc/out"),
         (
             ("--out", str(free), "--save-statistics", "/proc/s.safetensors"),

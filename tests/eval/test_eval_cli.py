@@ -132,9 +132,9 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
     for out, sentence in (
         ("x" * 250 + ".json", "cannot be written: File name too long; name another file, or"),
         ("link.json", "exists; name another file"),
-        ("own.json", "own.json.partial exists; move it, or name another file"),
-        ("dir.json", "dir.json.partial exists; move it, or name another file"),
-        *([("/proc/x.json", "--out /proc/x.json cannot be written: ")] if Path("/proc").is_dir() else []),
+        ("own.json", "own.json.partial exists and is not unfinished work of this user's kvfold"),
+        ("dir.json", "dir.json.partial exists and is not unfinished work of this user's kvfold"),
+        *([("/proc/x.json", "cannot write /proc/x.json.partial: ")] if Path("/proc").is_dir() else []),
     ):
         check_mistake(run(mha, "--text", file, "--out", tmp_path / out), sentence)
     assert (tmp_path / "own.json.partial").read_text() == "mine"
@@ -142,7 +142,7 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
 
 
 def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "eval.json.partial").touch()  # as an evaluation that was killed leaves it
+    (tmp_path / "eval.json.partial").mkdir(mode=0o700)  # as an evaluation that was killed leaves it
     check_mistake(
         run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"),
         "--window 65 exceeds",

@@ -3,7 +3,6 @@
 import os
 import random
 import resource
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.hostile import COMMANDS, FILES, Case, cases, run_case
-from benchmarks.interrupted import bits, counting, finish, start, stopping
-from benchmarks.scene import GQA, LOSSLESS, build, build_others
+from benchmarks.scene import build, build_others
 from kvfold.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links, pipes and signals")
@@ -86,20 +84,3 @@ def test_a_full_disk_is_one_sentence(sound: tuple[Path, Path], command: str, roo
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert done.exit_code == 2, done.output
     assert "make room" in done.stderr or "TMPDIR" in done.stderr
-
-
-@pytest.mark.parametrize("means", ["SIGKILL", "SIGTERM", "full disk"])
-def test_a_stopped_fold_ends_in_the_same_bits(sound: tuple[Path, Path], tmp_path: Path, means: str) -> None:
-    work, told = tmp_path / "work", tmp_path / "operations"
-    source, out = str(sound[0] / "sharded"), f"{work}/out"
-    words = ["convert", source, *GQA, *LOSSLESS, "--shard-size", "20KB", "--out", out]
-    work.mkdir()
-    assert finish(start(words, work, counting(told), {}), work).code == 0
-    whole, operations = bits(work), told.read_text().splitlines()
-    (work / "out").rename(tmp_path / "whole")
-    ended = finish(start(words, work, stopping(len(operations) // 2, means), {}), work)
-    expected = {"SIGKILL": (-signal.SIGKILL,), "SIGTERM": (-signal.SIGTERM, 143), "full disk": (2,)}
-    assert ended.code in expected[means]
-    assert not (work / "out").exists()
-    assert finish(start(words, work, None, {}), work).code == 0
-    assert bits(work) == whole

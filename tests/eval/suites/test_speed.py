@@ -276,15 +276,16 @@ def test_the_report_has_every_number_and_an_interrupted_sweep_goes_on(
 
     monkeypatch.setattr(speed, "_round", stop)
     assert CliRunner().invoke(main, command).exit_code != 0
-    kept = json.loads((tmp_path / "eval.json.partial").read_text().splitlines()[1])
+    journal = tmp_path / "eval.json.partial" / "journal.jsonl"
+    name, kept, _ = json.loads(journal.read_text().splitlines()[1])
     monkeypatch.setattr(speed, "_round", real)
     result = CliRunner().invoke(main, [*command, "--assert", "speed.cells.1.decode_speedup.median>0"])
     assert result.exit_code == 0, result.output
     assert "decode, 2 x 8 tokens, ms/step" in result.stdout
     first, second = json.loads(out.read_text())["suites"]["speed"]["cells"]
-    assert kept["part"] == "speed/student+teacher/1x8"
+    assert name == "speed/student+teacher/1x8"
     assert first["student"]["prefill"]["milliseconds"]["median"] == pytest.approx(
-        1000 * float(np.median(kept["value"]["student"]["prefill"]))
+        1000 * float(np.median(kept["student"]["prefill"]))
     )
     assert second["teacher"]["peak_bytes"] > first["teacher"]["peak_bytes"] > 0
 
