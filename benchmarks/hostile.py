@@ -71,7 +71,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # What an earlier run left: only the commands that resume from it find it.
 UNFINISHED = {
     "out.partial": ("convert",), "trained.partial": ("distill",), "e.json.partial": ("eval resumed",),
-    ".kvfold-e.json.lock": ("eval resumed",),
 }  # fmt: skip
 # Files, and the commands that read them.
 FILES: dict[str, tuple[str, ...]] = {
@@ -107,7 +106,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "recipe.yaml": ("distill",),
     "request.yaml": ("convert config",),
     "out.partial/journal.jsonl": ("convert",),
-    "e.json.partial": ("eval resumed",),
+    "e.json.partial/journal.jsonl": ("eval resumed",),
     "trained.partial/tokens.json": ("distill",),
     "trained.partial/metrics.jsonl": ("distill",),
     "trained.partial/state/step/progress.json": ("distill",),
@@ -185,7 +184,7 @@ def changed(name: str, content: bytes, draw: random.Random) -> bytes:
     if name.endswith("README.md"):
         head = _change_value({"license": "mit", "tags": ["a"], "base_model": "org/x"}, draw)
         return b"---\n" + json.dumps(head).encode() + b"\n---\n" + content
-    if name.endswith((".jsonl", "e.json.partial")):
+    if name.endswith(".jsonl"):
         lines = content.splitlines()
         place = draw.randrange(len(lines))
         lines[place] = json.dumps(_change_value(json.loads(lines[place]), draw)).encode()
