@@ -44,7 +44,7 @@ from .quantised_output import (
 )
 from .rope_choice import choose_rope
 from .serving_shape import served_container, served_shape
-from .stock_norm import LatentNorm, first_norm, written_dtypes
+from .stock_norm import LINEAR, LatentNorm, latent_norm, written_dtypes
 
 _NOT_SIZES = {"container", "slots", "engine", "profile", "theta"}
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
@@ -90,8 +90,8 @@ class Plan:
         request: what the user asked for, with the choices that were made for them.
         engines: that must run the output.
         latent_norm: role of the latent's norms: `fitted`, they are norms, and the latent is chosen to suit
-            them; `linear`, its scale makes them linear in the stock class; `auto`, norm_choice.py has yet to
-            choose. None in other formats, and in kvfold's own code where its epsilon makes them linear.
+            them; `linear`, its scale makes them linear in the stock class. None in other formats, and in
+            kvfold's own code where its epsilon makes them linear.
         formats: number formats of the cache in which the losses of layers are measured too.
         inputs: second moments (E, E) of the inputs that layers have behind others that were changed, by
             layer, for rules that read these (write/layer_order.py); empty: the source's are taken.
@@ -331,7 +331,7 @@ def _plan_of_form(
     fixed, table_S = ((), None) if served is None else (served.bands, served.table)
     division = choose_slots(source, target, statistics, options, method, fixed, table_S)
     target, bands = division.target, division.bands
-    norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
+    norm = latent_norm(source, form, target, request.latent_norm, request.dtype)
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
     kind = written[source.reads(source.attending[0])[0]]
     losses = planned_losses(source, target, statistics, division.losses)
@@ -345,6 +345,7 @@ def _plan_of_form(
     if losses and "latent" in losses[0]:
         predicted = sum(sum(loss.values()) for loss in losses)
     notices += container.notices(source, None if form is None else form.why)
+    notices += [LINEAR] if norm == "linear" else []
     notices += query_notices(target, layers[0].writes)
     reads = {name for layer in layers for name in layer.reads}
     copies = planned_copies(source, container, reads, written, keeps=not request.dequantize)

@@ -1,4 +1,4 @@
-"""The role of a latent's norms before a layer is folded, and the dtypes that hold it."""
+"""The role of a latent's norms, and the dtypes that hold it."""
 
 from typing import Literal
 
@@ -7,31 +7,35 @@ import torch
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, unquantised_dtype
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target
-from ..calibration.statistics import Statistics
 from ..families.source import Source
 from .form import Form
 
-LatentNorm = Literal["fitted", "linear", "auto"]
+LatentNorm = Literal["fitted", "linear"]
+LINEAR = (
+    "the latent's norm is linear by a small scale: optimizers at usual rates, float16 and the quantisers of "
+    "other tools destroy the output (ModelOpt FP8: KL 3.84, not 0.004); only kvfold trains and quantises it"
+)
 NOT_IN_HALF = "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def first_norm(
+def latent_norm(
     source: Source,
     form: Form | None,
     target: Target,
-    wanted: LatentNorm,
-    statistics: Statistics | None,
+    wanted: Literal["auto", "fitted", "linear"],
     dtype: str,
 ) -> LatentNorm | None:
-    """Return the role of the norms of the output, as far as it is known before a layer is folded.
+    """Return the role of the norms of the output.
+
+    In the stock class it is `fitted`, unless the user names another or keeps everything: what other tools do
+    to an output destroys a linear norm.
 
     Args:
         source: the checkpoint.
         form: of MLA; None for other targets.
         target: the output's.
         wanted: what the user asks for.
-        statistics: of the source; None before they are taken, and where weights alone decide.
         dtype: what the user asks for.
 
     Returns:
@@ -53,18 +57,14 @@ def first_norm(
     if form.remote and wanted == "auto":
         return None
     assert isinstance(target, LatentTarget)
-    if dtype == "float16":
-        if wanted == "linear":
-            raise InvalidInput(
-                "--latent-norm linear has a scale that --dtype float16 cannot hold; use --dtype bfloat16, or "
-                "leave --latent-norm out"
-            )
-        wanted = "fitted"
-    if wanted == "fitted":
-        return "fitted" if statistics is not None else "auto"  # of a plan before its statistics are there
-    if statistics is None or wanted == "linear":
-        return "linear"
-    return "linear" if target.slots in {"source", "rule"} else "auto"
+    if wanted == "auto":
+        wanted = "linear" if target.slots == "source" else "fitted"
+    if wanted == "linear" and dtype == "float16":
+        raise InvalidInput(
+            "a linear latent norm, which --latent-norm linear and --rank full have, has a scale that --dtype "
+            "float16 cannot hold; use --dtype bfloat16, or --latent-norm fitted"
+        )
+    return wanted
 
 
 def written_dtypes(

@@ -24,6 +24,7 @@ from ..methods.latent_norm import (
     with_least_parts,
     with_query_norm,
 )
+from ..methods.layer_sample import drawn_inputs
 from ..methods.refinement import (
     HELD_BACK,
     Layer,
@@ -49,6 +50,7 @@ class Finishing:
 
     Attributes:
         plan: with `latent_norm`.
+        number: of the layer.
         statistics: of the layer.
         attention: the source's.
         table_F: the source's angular frequencies.
@@ -58,6 +60,7 @@ class Finishing:
     """
 
     plan: Plan
+    number: int
     statistics: LayerStatistics | None
     attention: Attention
     table_F: Tensor
@@ -65,6 +68,13 @@ class Finishing:
     sample: LayerSample | None
     plain: Attention
     is_shared: bool = False
+
+    @property
+    def input_BTD(self) -> Tensor:
+        """Return the inputs of the layer that a norm is fitted on."""
+        if self.statistics is None:
+            return drawn_inputs(self.plan.source, self.number)
+        return self.statistics.input_BTD
 
     def loss(self, layer: AnyAttention, sample: LayerSample, cache: Caches | None = None) -> float:
         """Return the loss of a folded layer on what is held back."""
@@ -135,14 +145,13 @@ def _prepared(
 
 def _levelled(its: Finishing, layer: LatentAttention) -> LatentAttention:
     """Return the layer with real norms, where the plan has them fitted."""
-    plan, taken = its.plan, its.statistics
+    plan = its.plan
     if plan.latent_norm != "fitted":
         return layer
-    assert taken is not None, "make_plan asked for statistics"
     weight_BT = None
     if its.sample is not None:
         weight_BT = length_weights(layer, its.slots_S, its.sample, plan.effort.draws)
-    tokens = _tokens(taken.input_BTD, weight_BT)
+    tokens = _tokens(its.input_BTD, weight_BT)
     layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
     if plan.container.query_rank is not None:
         size = float(its.plain.q_NHD.square().mean().sqrt())
@@ -275,10 +284,8 @@ def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) ->
     if not isinstance(layer, LatentAttention) or layer.level_CC is None:
         return layer
     size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
-    assert its.statistics is not None, "the norm was fitted on its inputs"
-    input_BTD = its.statistics.input_BTD
     # Of 32 heads this takes a CPU seconds, as long as a fifth of the refinement on a GPU (LOG.md).
-    balanced = with_balanced_heads(layer.to(torch.float64, fitting_device()), input_BTD)
-    made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), input_BTD, float(size), basis)
+    balanced = with_balanced_heads(layer.to(torch.float64, fitting_device()), its.input_BTD)
+    made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), its.input_BTD, float(size), basis)
     written: Layer = made
     return written

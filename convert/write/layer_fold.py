@@ -347,6 +347,7 @@ def _finished(
     """
     finishing = Finishing(
         plan=plan,
+        number=number,
         statistics=_statistics(plan, number),
         attention=attention,
         table_F=table_F,

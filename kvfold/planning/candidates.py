@@ -14,7 +14,7 @@ from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import unfit
 from ..convert.decide.engines import ENGINES, read_engines
-from ..convert.decide.measured.settle import settle_slots
+from ..convert.decide.measured.settle import settle
 from ..convert.decide.plan import Plan, make_plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
@@ -218,7 +218,7 @@ def _candidate(
     statistics: Statistics | None,
     inside: Surroundings | None,
 ) -> Candidate:
-    plan = settle_slots(make_plan(source, request, statistics))
+    plan = settle(make_plan(source, request, statistics))
     written = plan if inside is None else WholeOutput.of(inside, plan)
     against = unfit(written, plan.engines or ENGINES)
     reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}

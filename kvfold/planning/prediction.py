@@ -23,7 +23,6 @@ from torch import Tensor
 from ..convert.algebra.attention import Attention, LatentAttention
 from ..convert.algebra.forward import AnyAttention, Scoring, attend
 from ..convert.algebra.target import LatentTarget
-from ..convert.decide.measured.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
 from ..convert.methods.refinement import LayerSample, agrees, measure
 from ..convert.methods.slots import slots_of
@@ -63,8 +62,6 @@ class PredictedLosses:
             plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
             kind: the number format of the cache, one of `kinds`; None: the numbers as they are computed.
         """
-        if plan.latent_norm == "auto":
-            plan = settle_norm(plan)  # as `kvfold convert` does, whose loss this predicts
         norm = "fitted" if plan.latent_norm == "fitted" else None  # a linear one computes what no norm does
         # Without slots, what is folded depends on the container too (layer_fold.fold_attention).
         form = None if plan.bands else plan.container.architecture
@@ -90,6 +87,8 @@ def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
     regresses = plan.container.kind == "stock" and plan.source.family.k_norm is not None
     if plan.statistics is None and (plan.folds_biases or regresses):
         return nothing  # biases and key norms go into weights by statistics only
+    if plan.statistics is None and plan.latent_norm is not None:
+        plan = replace(plan, latent_norm="linear")  # shares are of what no norm changes
     plan = replace(plan, formats=tuple(kind.name for kind in kinds))
     losses: dict[str | None, list[float]] = {name: [] for name in nothing}
     for number in plan.source.attending:

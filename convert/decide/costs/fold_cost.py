@@ -24,7 +24,7 @@ from ...families.source import Source
 from ...methods.allocation import rotary_widths
 from ...methods.latent_norm import LEAST_PARTS
 from ...methods.table import reads_statistics
-from ..measured import norm_choice, width_choice
+from ..measured import width_choice
 from ..plan import Plan
 from .layer_cost import DOUBLE, FLOAT, SLOW, Shapes, drawn, measured, refinement, searched
 from .quantised_cost import prepared
@@ -144,11 +144,8 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
 
 
 def _fits_norm(plan: Plan, calibration: str) -> bool:
-    """Return whether a latent norm is fitted.
-
-    A plan by weights alone has a linear one, which statistics may change.
-    """
-    return plan.latent_norm is not None and plan.request.latent_norm != "linear" and calibration != "none"
+    """Return whether a latent norm is fitted to tokens."""
+    return plan.latent_norm == "fitted" and calibration != "none"
 
 
 def _of_layers(plan: Plan, calibration: str, shapes: Shapes, rates: Rates, jobs: int) -> dict[str, float]:
@@ -157,9 +154,7 @@ def _of_layers(plan: Plan, calibration: str, shapes: Shapes, rates: Rates, jobs:
     seconds = {"closed form": layers * _closed(plan, shapes, rates)}
     if fitted:
         norm = _NORMED * _norm(plan, shapes, rates) + shapes.hidden**3 / rates.decomposition
-        turns = _turns(norm_choice.LAYERS, shapes, jobs)
-        seconds["closed form"] += layers * norm + turns * (norm + 2 * _closed(plan, shapes, rates))
-        seconds["closed form"] += _OPTIMISED * rates.call
+        seconds["closed form"] += layers * norm + _OPTIMISED * rates.call
     if calibration != "none":
         seconds["closed form"] += _division(plan, shapes, rates, jobs)
         # A closed form is measured too, and the output projection of `--effort quick` is solved for.
@@ -230,18 +225,14 @@ def _quantised(plan: Plan, shapes: Shapes, rates: Rates, jobs: int, *, fitted: b
         shapes: of the source.
         rates: of this machine.
         jobs: layers that are folded at once.
-        fitted: whether a latent norm is fitted; the choice of one prepares closed forms with both norms.
+        fitted: whether a latent norm is fitted.
     """
     layers = shapes.layers / jobs
     if not fitted:  # the norm's fit would have imported the same
         return layers * prepared(plan, shapes, rates) + _OPTIMISED * rates.call
     again = _all_parts(plan, shapes, rates)
     written = _balanced(plan, shapes, rates)
-    closed = replace(plan, refine=0, effort=replace(plan.effort, solve=False))
-    seconds = layers * prepared(plan, shapes, rates, again, written)
-    return seconds + _turns(norm_choice.LAYERS, shapes, jobs) * (
-        prepared(closed, shapes, rates) + prepared(closed, shapes, rates, again, written)
-    )
+    return layers * prepared(plan, shapes, rates, again, written)
 
 
 def _all_parts(plan: Plan, shapes: Shapes, rates: Rates) -> float:

@@ -1,25 +1,13 @@
 """Choices of a plan that are measured, because no prediction is good enough for them."""
 
 from ..plan import Plan
-from .norm_choice import settle_norm
 from .table_choice import settle_table
 from .width_choice import settle_width
 
 
-def settle_slots(plan: Plan) -> Plan:
+def settle(plan: Plan) -> Plan:
     """Return the plan with its rotary width, or the table of its slots, chosen.
 
     A plan that has no choice is returned as it is.
     """
     return settle_table(settle_width(plan))
-
-
-def settle(plan: Plan) -> Plan:
-    """Return the plan with its rotary slots, then its latent norm chosen.
-
-    A plan that has no choice is returned as it is.
-
-    Raises:
-        InvalidInput: a fitted norm was asked for, and there is nothing to fit it on.
-    """
-    return settle_norm(settle_slots(plan))
