@@ -73,9 +73,9 @@ EXACT = 5e-4  # nats of predicted loss below which training is not suggested
     type=click.Choice(("auto", "fitted", "linear")),
     default="auto",
     show_default=True,
-    help="MLA in the stock class: fit the latent to the class's norm, so that any tool can train and quantise the "
-    "output, or make the norm linear by a small scale, which other tools destroy. Auto: fitted, but for --rank "
-    "full.",
+    help="MLA in the stock class: fit the latent to the class's norm, so that any tool can train and "
+    "quantise the output, or make the norm linear by a small scale, which other tools destroy. Auto: "
+    "fitted, but linear for --rank full.",
 )
 @click.option(
     "--cache-dtype",

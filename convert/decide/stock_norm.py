@@ -13,7 +13,7 @@ from .form import Form
 LatentNorm = Literal["fitted", "linear"]
 LINEAR = (
     "the latent's norm is linear by a small scale: optimizers at usual rates, float16 and the quantisers of "
-    "other tools destroy the output (ModelOpt FP8: KL 3.84, not 0.004); only kvfold trains and quantises it"
+    "other tools destroy the output (ModelOpt FP8: KL 3.84, not 0.004); only kvfold distill trains it"
 )
 NOT_IN_HALF = "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
