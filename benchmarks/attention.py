@@ -17,9 +17,9 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.formats import to_trainable
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve

@@ -23,9 +23,9 @@ import click
 import torch
 
 from kvfold.checkpoints.record import sha256
-from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.layer.fold import fold
 from kvfold.convert.request import fold_request
-from kvfold.convert.write.layer_fold import fold
+from kvfold.convert.settle.settle import make_plan
 
 from .convert_memory import generate, timed
 from .machine import save

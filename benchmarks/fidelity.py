@@ -20,13 +20,13 @@ import click
 from kvfold.convert.algebra.target import Geometry, budget_elements
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.efforts import EFFORTS
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS, peer
 from kvfold.convert.methods.shared_key import DECOMPOSITIONS
 from kvfold.convert.methods.table import reads_statistics
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput

@@ -24,8 +24,8 @@ from typing import Any
 import click
 
 from kvfold.convert.decide.costs.fold_cost import cost_of, predict_cost, show_seconds
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.core.console import show_table
 from kvfold.core.machine_rates import Rates
 from kvfold.core.units import show_bytes

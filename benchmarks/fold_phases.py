@@ -20,12 +20,12 @@ PLACES = {
     "calibration.study._own_text": "text",
     "calibration.study._within_reach": "text",
     "calibration.study._collect": "statistics",
-    "decide.plan.choose_slots": "closed form",
-    "decide.preparation.settle": "measured choices",
+    "decide.draft.choose_slots": "closed form",
+    "settle.preparation.settle": "measured choices",
     "write.rewrite.fold": "closed form",
-    "write.layer_finish._with_rounded_length": "rounded length",
-    "write.layer_finish._fitted": "refinement",  # or, without steps, the output projection and a measurement
-    "write.layer_finish._prepared": "quantised cache",
+    "layer.finish._with_rounded_length": "rounded length",
+    "layer.finish._fitted": "refinement",  # or, without steps, the output projection and a measurement
+    "layer.finish._prepared": "quantised cache",
 }
 # Phases that hold functions of others, and the phase that all their time is given to; the first that is open
 # counts.
@@ -41,7 +41,7 @@ class Clock:
 
     def turn(self) -> None:
         """Give the time since the last turn to the phase that is open."""
-        # The choices of a width and a norm fold some layers by their closed form, and what is prepared for a
+        # The choice of a width folds some layers by their closed form, and what is prepared for a
         # format is refined again, with the same functions.
         phase = next((WHOLE[phase] for phase in WHOLE if phase in self._open), self._open[-1])
         now = time.process_time()

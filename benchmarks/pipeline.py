@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve

@@ -23,11 +23,12 @@ from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.metric import LayerMetric
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.decide.plan import Plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.query_rank import query_metric
 from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve
@@ -156,7 +157,7 @@ def _rewrite(plan: Plan, out: Path, metric: Any) -> dict[str, Any]:
     """Write a fold whose queries are compressed in a metric; None is the product's own."""
     if metric is None:
         return rewrite(plan, out)
-    with patch("kvfold.convert.write.layer_fold.query_metric", metric):
+    with patch("kvfold.convert.layer.fold.query_metric", metric):
         return rewrite(plan, out)
 
 

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from kvfold.convert.calibration import passes
 from kvfold.convert.calibration.study import batch_size, layout_of
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve

@@ -5,6 +5,8 @@
 
 from dataclasses import dataclass
 
+MEASURED = 8  # layers at most that are folded to measure a choice; the loss of all is estimated from them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:

@@ -5,6 +5,7 @@ targets as Python writes them.
 """
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,6 +20,7 @@ from ..core.settings import LARGEST_SEED, Settings, refuse_texts, suggest
 from ..core.units import read_size
 from ..core.untrusted import read_yaml, shorten
 from ..texts.calibration_name import names_statistics
+from .algebra.target import Rank, Sizes
 from .efforts import EFFORTS, Effort
 
 SHARD_SIZE = 5 * 10**9  # bytes
@@ -31,14 +33,14 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
-def _as_rank(value: object) -> str:
-    """Return a rank as the command line writes it; a text is judged with the source's sizes."""
-    number: Any = value
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real) or number % 1 != 0:
+def _as_rank(value: object) -> int | str:
+    """Return a rank as a number, or `full`."""
+    number: Any = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else value
+    if number == "full":
+        return "full"
+    if isinstance(number, bool) or not isinstance(number, Real) or number % 1 != 0:
         raise ValueError("it should be a whole number or 'full'")
-    return str(int(number))
+    return int(number)
 
 
 def _as_share(value: object) -> str:
@@ -94,7 +96,7 @@ def _as_tokens(value: object) -> object:
         raise ValueError("it should be a number of tokens, for example 8192 or 8k") from None
 
 
-Rank = Annotated[str, BeforeValidator(_as_rank)]
+WantedRank = Annotated[Rank, BeforeValidator(_as_rank)]
 Share = Annotated[str, BeforeValidator(_as_share)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_as_list)]
@@ -113,13 +115,13 @@ class FoldRequest(Settings):
     """Attention of the output."""
     kv_heads: int | None = None
     """GQA: key/value heads of the output."""
-    rank: Rank | None = None
+    rank: WantedRank | None = None
     """MLA: kv_lora_rank, or `full`, which keeps everything and saves nothing (a proof)."""
     rope_dim: int | None = None
     """MLA: qk_rope_head_dim, cached next to the latent; chosen when left out."""
     kv_budget: Share | None = None
     """GQA, MLA: cache after the fold as a share of the source's, e.g. `25%` or 0.25."""
-    q_lora_rank: Rank | None = None
+    q_lora_rank: WantedRank | None = None
     """MLA: rank of the queries, or `full`; left out, queries stay as they are."""
     rope: Literal["decoupled", "intact"] | None = None
     """MLA: a rotary key next to the latent, or keys that are rebuilt from the latent, then rotated."""
@@ -187,12 +189,10 @@ class FoldRequest(Settings):
         # `--refine 0` is the closed form alone, unless the effort has no steps anyway.
         return taken if taken.steps or not effort.steps else replace(taken, solve=False)
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the options that decide the target's sizes and form, as `make_plan` reads them."""
-        names = ("kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container", "slots")
-        return {name: getattr(self, name) for name in names} | {
-            "engine": ",".join(self.engines) if self.engines else None
-        }
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes and the form of the target, as far as they are given."""
+        return Sizes(**{field.name: getattr(self, field.name) for field in fields(Sizes)})
 
     def essentials(self) -> dict[str, Any]:
         """Return what the output depends on, as plain values: the record's `request`.
@@ -207,7 +207,8 @@ class FoldRequest(Settings):
             kept = draws_text if is_drawn else value != type(self).model_fields[name].default
             if kept and value is not None:
                 found[name] = list(value) if isinstance(value, tuple) else value
-        return found
+        # Ranks are texts there, as records of all versions have them.
+        return found | {name: str(found[name]) for name in ("rank", "q_lora_rank") if name in found}
 
     @property
     def command(self) -> str:

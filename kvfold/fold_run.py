@@ -88,7 +88,7 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
     from .convert.decide.costs.fold_cost import cost_of
-    from .convert.decide.preparation import prepare
+    from .convert.settle.preparation import prepare
     from .convert.towers.tower import check_text_only, find_tower
     from .core.hub import resolve
 
@@ -104,7 +104,7 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
 
 def _fold(request: FoldRequest) -> Folded:
     """Fold a causal language model; arguments and result are those of `carry_out`."""
-    from .convert.decide.preparation import prepare
+    from .convert.settle.preparation import prepare
     from .convert.write.rewrite import check_begun, rewrite
     from .verification.verify import verify_fold
 

@@ -16,8 +16,8 @@ import click
 import yaml
 
 from kvfold.convert.calibration.statistics import Statistics
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 
 from ..reached import SHARES, tokens_to, wanted

@@ -18,8 +18,8 @@ import click
 import torch
 
 from kvfold.convert.decide.costs.fold_cost import cost_of
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 
 from ..fold_cost import options_of
 from .distil import ROOT

@@ -3,14 +3,15 @@
 Sources that the stock class cannot hold need kvfold's own attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ...core.errors import InvalidInput
-from ..algebra.target import LatentTarget, Target, from_options
+from ..algebra.target import LatentTarget, Sizes, Target, from_options
 from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle, never_latent
 from ..families.source import Source
+from ..families.support import LIMIT
 from ..formats.blocks import folded_block
 from ..formats.container import Container
 from ..formats.remote import Remote
@@ -20,6 +21,11 @@ from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slots_of
+from .engines import SERVED, are_served
+from .options import Options
+from .plan import Draft
+
+CHOSEN = "rotation is "  # how the notice of a choice between the forms begins
 
 _AND = {
     BEHIND_ROTATION: ", and no output format rebuilds such keys",
@@ -103,34 +109,34 @@ def _stock_obstacle(source: Source, container: str) -> str | None:
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
-def wanted_form(
-    source: Source, to: str, rope: str | None, container: str | None, slots: str | None
-) -> Form | None:
+def wanted_form(source: Source, to: str, options: Options) -> Form | None:
     """Return the form of MLA; None for other targets, which have none.
 
     Raises:
-        InvalidInput: `slots` or `container` is given for another target.
+        InvalidInput: slots or a container are given for another target.
     """
     if to == "mla":
-        return choose_form(source, rope, container or "auto")
-    if slots is not None:
-        raise InvalidInput(f"--slots {slots} does not apply to --to {to}, which has no rotary slots")
-    if container not in {None, "auto"}:
+        container = "stock" if options.container == SERVED else options.container
+        return choose_form(source, options.sizes.rope, container)
+    if options.slots is not None:
+        raise InvalidInput(f"--slots {options.slots} does not apply to --to {to}, which has no rotary slots")
+    if options.container != "auto":
         raise InvalidInput(
-            f"--container {container} does not apply to --to {to}, which is written in the source's own class"
+            f"--container {options.container} does not apply to --to {to}, which is written in the source's "
+            "own class"
         )
     return None
 
 
-def target_of(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:
+def target_of(source: Source, to: str, sizes: Sizes, form: Form | None) -> Target:
     """Return the target that the user asked for, in the form that the source takes."""
     if form is None:
-        return from_options(source.geometry, to, **sizes)
+        return from_options(source.geometry, to, sizes)
     geometry = source.geometry
     target = from_options(
         geometry,
         to,
-        **{**sizes, "rope": form.rope},
+        replace(sizes, rope=form.rope),
         rotary_width=source.rotary_width,
         normed=source.family.k_norm is not None,
     )
@@ -189,3 +195,44 @@ def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ..
         reordered=source.reordered,
         layers=source.attending if source.kinds else (),
     )
+
+
+def _is_limited(source: Source) -> bool:
+    """Return whether a source has windows or bounded scores, which vLLM's latent attention has not."""
+    cap = source.family.soft_cap
+    windows = any(source.window(layer) is not None for layer in source.attending)
+    return windows or (cap is not None and source.config[cap] is not None)
+
+
+def choose_rope(source: Source, options: Options, make: Callable[[str | None], Draft]) -> Draft:
+    """Return the draft of one of the two forms of a source with key norms, where the user leaves it open.
+
+    Both hold it. Intact rotation loses less and decodes more slowly: every step rebuilds all keys, and
+    engines such as vLLM then cache keys and values whole. A notice says which was taken, and why.
+
+    Args:
+        source: one with key norms.
+        options: of the draft.
+        make: returns the draft of a form, or raises InvalidInput.
+    """
+    if options.sizes.rope_dim is not None or options.slots is not None:
+        return make("decoupled")
+    if options.container == "stock":
+        return make(None)
+    if are_served(options.engines):
+        return make("intact" if _is_limited(source) else "decoupled")
+    intact = make("intact")
+    if intact.plan.predicted is None:
+        return intact
+    try:
+        decoupled = make("decoupled")
+    except InvalidInput:  # its layers have unlike tables, or its slots have no place in the budget
+        return intact
+    assert decoupled.plan.predicted is not None, "both have statistics"
+    cost = decoupled.plan.predicted - intact.plan.predicted
+    forms = ("decoupled", "intact") if cost <= LIMIT else ("intact", "decoupled")
+    sentence = (
+        f"{CHOSEN}{forms[0]}: decoupled is predicted to lose {cost:.4f} nats per token more than intact, and "
+        f"the limit is {LIMIT}; --rope {forms[1]} takes the other"
+    )
+    return (decoupled if cost <= LIMIT else intact).telling(sentence)

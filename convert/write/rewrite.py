@@ -34,9 +34,9 @@ from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
 from ..calibration.capacity import default_jobs
-from ..decide.measured.layer_losses import FEWER
-from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
+from ..layer.fold import fold
+from ..layer.threads import FEWER, fold_threads
 from ..methods import table as methods
 from ..request import FoldRequest
 from .fold_journal import (
@@ -49,9 +49,6 @@ from .fold_journal import (
     other_journal,
     unneeded,
 )
-from .fold_threads import fold_threads
-from .layer_fold import fold
-from .layer_order import in_order
 from .model_card import write_card
 
 _SYNC = 1.0  # seconds between two times that small units are forced to the disk
@@ -105,9 +102,6 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
                 "norms of queries and keys can be replaced for the stock class by statistics only; use "
                 "--calibration self, or --container remote"
             )
-    with together():
-        plan = in_order(plan)
-    plan = settle(plan)
     partial = _partial(out)
     with together():
         finished = _name_finished(plan, partial, out) if is_first() else None

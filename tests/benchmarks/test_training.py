@@ -21,8 +21,8 @@ from benchmarks.training import (  # fmt: skip
     run,
     summarise,
 )
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 
 

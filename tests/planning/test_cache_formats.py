@@ -13,8 +13,8 @@ from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
+from kvfold.convert.layer.fold import fold_attention
 from kvfold.convert.storage import cache_fit
-from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.cache_dtypes import cache_dtype
 from kvfold.eval.options import Options

@@ -19,12 +19,11 @@ from ...algebra.target import GroupedTarget, LatentTarget
 from ...calibration.capacity import Need, fold_bytes
 from ...calibration.reach import PAIRS, joined_lengths
 from ...calibration.study import batch_size
-from ...efforts import EFFORTS
+from ...efforts import EFFORTS, MEASURED
 from ...families.source import Source
 from ...methods.allocation import rotary_widths
 from ...methods.latent_norm import LEAST_PARTS
 from ...methods.table import reads_statistics
-from ..measured import width_choice
 from ..plan import Plan
 from .layer_cost import DOUBLE, FLOAT, SLOW, Shapes, drawn, measured, refinement, searched
 from .quantised_cost import prepared
@@ -271,7 +270,7 @@ def _division(plan: Plan, shapes: Shapes, rates: Rates, jobs: int) -> float:
     products = shapes.hidden * rows * (4 * shapes.hidden + 2 * rows) / rates.double
     predicted = shapes.layers * (_VALUES * min(shapes.hidden, rows) ** 3 / rates.decomposition + products)
     each = _closed(plan, shapes, rates) + measured(plan, shapes, rates)
-    each *= _turns(width_choice.LAYERS, shapes, jobs) * plan.effort.widths
+    each *= _turns(MEASURED, shapes, jobs) * plan.effort.widths
     if plan.container.profile is not None:
         return _TABLES * (predicted + each)
     if request.kv_budget is None or request.rope_dim is not None:

@@ -280,7 +280,7 @@ def test_a_length_for_rounding_leaves_closed_forms_alone(
         return losses, load_file(tmp_path / name / "model.safetensors")
 
     refined, closed = folded("refined"), folded("closed", "--refine", "0")
-    monkeypatch.setattr("kvfold.convert.write.layer_finish.rounded_root", lambda costs, *_: torch.eye(1))
+    monkeypatch.setattr("kvfold.convert.layer.finish.rounded_root", lambda costs, *_: torch.eye(1))
     assert refined[0] == pytest.approx(closed[0])
     _, again = folded("again", "--refine", "0")
     assert all(torch.equal(tensor, again[name]) for name, tensor in closed[1].items())
@@ -288,7 +288,7 @@ def test_a_length_for_rounding_leaves_closed_forms_alone(
 
 def test_a_length_is_chosen_again_after_refinement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refinement takes back part of what the first saved. Loss rises hardly, whatever rounding seems to cost."""
-    place = "kvfold.convert.write.layer_finish"
+    place = "kvfold.convert.layer.finish"
     source = make(tmp_path / "source", hidden_size=64, num_key_value_heads=4)
     seen: list[int] = []
 

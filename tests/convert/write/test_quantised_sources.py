@@ -14,8 +14,8 @@ import kvfold
 from kvfold.convert.decide.engine_choice import ENGINES, judge
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.lint import open_written
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 
 from ...support.quantised import FORMATS, Format, quantise
 from ...support.tiny import make

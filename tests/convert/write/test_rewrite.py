@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints import shards
 from kvfold.checkpoints.shards import INDEX
-from kvfold.convert.decide import preparation
+from kvfold.convert.settle import preparation
 from kvfold.convert.write.fold_journal import JOURNAL
 from kvfold.core.disk import check_room
 

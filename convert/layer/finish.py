@@ -12,7 +12,6 @@ from ...core.system_calls import trim_memory
 from ..algebra.attention import Attention, LatentAttention, NormedLatentAttention
 from ..algebra.forward import AnyAttention, Caches
 from ..calibration.statistics import LayerStatistics
-from ..decide.plan import Plan
 from ..methods.latent_norm import (
     LEAST_PARTS,
     LatentTokens,
@@ -39,6 +38,7 @@ from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
 from ..storage.head_basis import with_balanced_heads
 from ..storage.rounded_length import FEW_STEPS, SHARE, STEPS, latent_costs, rounded_root, rounding_cost
+from .folding import Folding
 
 Loss = dict[str, float]
 RISE = 0.03  # of a refined layer's loss, for weights that are rounded at less cost
@@ -46,10 +46,10 @@ RISE = 0.03  # of a refined layer's loss, for weights that are rounded at less c
 
 @dataclass(frozen=True, kw_only=True)
 class Finishing:
-    """One layer's plan, source and sample.
+    """One layer's folding, source and sample.
 
     Attributes:
-        plan: with `latent_norm`.
+        folding: with `latent_norm`.
         number: of the layer.
         statistics: of the layer.
         attention: the source's.
@@ -59,7 +59,7 @@ class Finishing:
         plain: attention without norms whose projections say how large the output's are.
     """
 
-    plan: Plan
+    folding: Folding
     number: int
     statistics: LayerStatistics | None
     attention: Attention
@@ -73,7 +73,7 @@ class Finishing:
     def input_BTD(self) -> Tensor:
         """Return the inputs of the layer that a norm is fitted on."""
         if self.statistics is None:
-            return drawn_inputs(self.plan.source, self.number)
+            return drawn_inputs(self.folding.source, self.number)
         return self.statistics.input_BTD
 
     def loss(self, layer: AnyAttention, sample: LayerSample, cache: Caches | None = None) -> float:
@@ -90,23 +90,23 @@ def finished(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     made, loss = _refined(its, made)
     trim_memory()
     made, loss = _with_all_parts(its, made, loss)
-    dtype = cache_dtype(its.plan.request.cache_dtype)
+    dtype = cache_dtype(its.folding.request.cache_dtype)
     if dtype.bits < 16:
         return _prepared(its, made, loss, dtype)
-    if loss is not None and its.sample is not None and its.plan.formats:
+    if loss is not None and its.sample is not None and its.folding.formats:
         loss = {**loss, **_stored_losses(its, made, its.sample)}
     return _as_written(its, made), loss
 
 
 def _stored_losses(its: Finishing, layer: Layer, sample: LayerSample) -> Loss:
-    """Return the loss with the cache in each of the plan's formats, in closed-form coordinates or as it is.
+    """Return the loss with the cache in each of the formats, in closed-form coordinates or as it is.
 
     It takes a small part of the time of a fit to the format, which finds better ones.
     """
     # Without numbers of tokens nothing is fitted.
     moments = tuple(replace(each, rows_KXW=None) for each in sampled_moments(layer, its.slots_S, sample))
     written, found = _as_written(its, layer), {}
-    for name in its.plan.formats:
+    for name in its.folding.formats:
         dtype = cache_dtype(name)
         found[name] = its.loss(written, sample, dtype.stored)
         if dtype.bits < 16:
@@ -131,7 +131,7 @@ def _prepared(
     assert loss is not None
     basis = fit_basis(layer, its.slots_S, sampled_moments(layer, its.slots_S, its.sample), dtype)
     ways: list[Any] = [_as_written(its, layer), _as_written(its, in_basis(layer, basis), basis.norm)]
-    if its.plan.method == OWN and its.plan.refine:
+    if its.folding.method == OWN and its.folding.refine:
         caches = caches_of(dtype, basis)
         refined, _ = _with_all_parts(its, _fitted(its, layer, its.sample, caches).layer, loss, caches)
         ways.append(_as_written(its, in_basis(refined, basis), basis.norm))
@@ -144,20 +144,20 @@ def _prepared(
 
 
 def _levelled(its: Finishing, layer: LatentAttention) -> LatentAttention:
-    """Return the layer with real norms, where the plan has them fitted."""
-    plan = its.plan
-    if plan.latent_norm != "fitted":
+    """Return the layer with real norms, where they are fitted."""
+    folding = its.folding
+    if folding.latent_norm != "fitted":
         return layer
     weight_BT = None
     if its.sample is not None:
-        weight_BT = length_weights(layer, its.slots_S, its.sample, plan.effort.draws)
+        weight_BT = length_weights(layer, its.slots_S, its.sample, folding.effort.draws)
     tokens = _tokens(its.input_BTD, weight_BT)
     layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
-    if plan.container.query_rank is not None:
+    if folding.container.query_rank is not None:
         size = float(its.plain.q_NHD.square().mean().sqrt())
         given = tokens.input_XD.shape[1] if layer.q_down_AD is None else len(layer.q_down_AD)
         # One more number than there are is a constant, in the place of biases.
-        biased = plan.container.query_rank > given
+        biased = folding.container.query_rank > given
         layer = with_query_norm(layer, tokens.unweighted(), size, biased=biased)
     return layer.to(torch.float64, "cpu")
 
@@ -199,7 +199,7 @@ def _with_rounded_length(
     Refinement recovers most of that rise (LOG.md); a closed form that stays one would not, and keeps its own.
 
     Args:
-        its: the layer's plan and source.
+        its: the layer's folding and source.
         layer: any; only a latent behind a norm has a length to choose.
         sample: of the source's inputs.
         steps: most steps of the search.
@@ -211,9 +211,9 @@ def _with_rounded_length(
     """
     if not isinstance(layer, LatentAttention) or isinstance(layer, NormedLatentAttention):
         return layer, None
-    if layer.level_CC is None or its.plan.method != OWN or not its.plan.refine:
+    if layer.level_CC is None or its.folding.method != OWN or not its.folding.refine:
         return layer, None
-    costs = latent_costs(layer, its.slots_S, sample, its.plan.effort.draws)
+    costs = latent_costs(layer, its.slots_S, sample, its.folding.effort.draws)
     trim_memory()
     root_CC = rounded_root(costs, SHARE, steps)
     made: Any = layer
@@ -228,11 +228,11 @@ def _fitted(
     its: Finishing, layer: Layer, sample: LayerSample, caches: Caches | None = None
 ) -> Refined[Layer]:
     """Refine the weights that are written; the loss is measured through `caches`."""
-    plan = its.plan
-    is_refined = plan.method == OWN
+    folding = its.folding
+    is_refined = folding.method == OWN
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
-    spans = plan.source.family.norm_spans == "heads"
+    spans = folding.source.family.norm_spans == "heads"
     fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
     if its.is_shared:
         fixed |= {"k_KHD", "k_KH", "v_KHD", "v_KH"}
@@ -250,11 +250,11 @@ def _fitted(
         its.table_F,
         sample,
         fixed=fixed,
-        steps=plan.refine if is_refined else 0,
-        batch=plan.effort.batch,
-        momentum=plan.effort.momentum,
-        passes=plan.effort.passes,
-        solve=is_refined and plan.solves,
+        steps=folding.refine if is_refined else 0,
+        batch=folding.effort.batch,
+        momentum=folding.effort.momentum,
+        passes=folding.effort.passes,
+        solve=is_refined and folding.solves,
         cache=caches,
     )
 

@@ -11,10 +11,9 @@ from click.testing import CliRunner
 from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.measured.settle import settle
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan, settle
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.folds import WEIGHTS

@@ -20,12 +20,13 @@ from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
 from ..calibration.study import study
 from ..calibration.text_length import context_notice
+from ..decide.draft import make_draft
+from ..decide.plan import Plan
 from ..families.config_fields import known_ids
 from ..families.source import Source
 from ..methods.table import OWN, check_calibrated, reads_statistics
 from ..request import FoldRequest
-from .measured.settle import settle
-from .plan import Plan, make_plan
+from .settle import settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def prepare(
     """
     with together():  # before any long work, so that mistakes show at once
         directory = resolve(request.model, request.revision)
-        plan = make_plan(source or directory, request)
+        plan = settle(make_draft(source or directory, request))
         check_side_files(directory)
         read_card(directory)  # of which the output's card takes the licence
         if request.out is not None and not dry_run:
@@ -90,7 +91,7 @@ def prepare(
             check_unchanged(plan.source.checkpoint)
         if statistics is not None:
             with decomposing("the statistics"):
-                plan = settle(make_plan(source or directory, request, statistics))
+                plan = settle(make_draft(source or directory, request, statistics))
         plan = replace(plan, request=asked)
     told = [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
     plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))

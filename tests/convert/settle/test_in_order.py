@@ -15,10 +15,11 @@ from kvfold.convert.calibration.capacity import Need
 from kvfold.convert.calibration.layerwise import Calls
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.decide.plan import Plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
-from kvfold.convert.write.layer_order import in_order
+from kvfold.convert.settle.in_order import in_order
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 
