@@ -20,7 +20,7 @@ from ..methods.slots import choose_slots
 from ..request import FoldRequest
 from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, check_engines, containers_for
-from .form import Form, choose_rope, latent_container, target_of, wanted_form
+from .form import choose_rope, latent_container, target_of, wanted_form
 from .options import Options
 from .plan import Draft, Plan, PlannedLayer
 from .profile_choice import plan_profiles, served_notices
@@ -116,7 +116,15 @@ def _drafted(source: Source, request: FoldRequest, options: Options, statistics:
     written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
     kind = written[source.reads(source.attending[0])[0]]
     losses = planned_losses(source, target, statistics, division.losses)
-    container = _container(source, target, bands, form and replace(form, norm=norm), options)
+    container: Container
+    if not isinstance(target, LatentTarget):
+        container = grouped_container(source, target)
+    elif is_served:
+        assert profile is not None, "plan_profiles gave one"
+        container = served_container(source, target, bands, engines=options.engines, profile=profile)
+    else:
+        assert form is not None, "MLA has a form"
+        container = latent_container(source, target, bands, form, fitted=norm is not None)
     layers = tuple(
         PlannedLayer(number=n, reads=(*source.reads(n), *container.norms(n)), writes=container.specs(n, kind))
         for n in source.folded
@@ -153,19 +161,3 @@ def _drafted(source: Source, request: FoldRequest, options: Options, statistics:
         latent_norm=norm,
     )
     return Draft(plan=plan, widths=division.widths, thetas=() if statistics is None else thetas)
-
-
-def _container(
-    source: Source, target: Target, bands: tuple[Band, ...], form: Form | None, options: Options
-) -> Container:
-    """Return the output format of a target.
-
-    MLA is written in the stock latent class or with kvfold's own code; GQA and MQA in the source's own class,
-    or in its host.
-    """
-    if not isinstance(target, LatentTarget):
-        return grouped_container(source, target)
-    if options.profile is not None and options.container == SERVED:
-        return served_container(source, target, bands, engines=options.engines, profile=options.profile)
-    assert form is not None
-    return latent_container(source, target, bands, form)

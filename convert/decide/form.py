@@ -41,13 +41,11 @@ class Form:
         rope: `decoupled`, a rotary key next to the latent; `intact`, keys rotated after they are rebuilt.
         remote: whether the output needs the code that is shipped with it.
         why: the reason, where it was not the user's choice.
-        norm: role of the latent's norms, as `Plan.latent_norm`; in kvfold's own code any makes them real.
     """
 
     rope: Literal["decoupled", "intact"]
     remote: bool
     why: str | None = None
-    norm: str | None = None
 
 
 def choose_form(source: Source, rope: str | None, container: str) -> Form:
@@ -152,8 +150,17 @@ def target_of(source: Source, to: str, sizes: Sizes, form: Form | None) -> Targe
     return target
 
 
-def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form) -> Container:
+def latent_container(
+    source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form, *, fitted: bool
+) -> Container:
     """Return the output format of a target whose form `choose_form` chose.
+
+    Args:
+        source: the checkpoint.
+        target: the target.
+        bands: its rotary slots.
+        form: of it.
+        fitted: whether the norms of kvfold's own code are real.
 
     Raises:
         InvalidInput: the stock class cannot hold all of a source that normalises its heads.
@@ -191,7 +198,7 @@ def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ..
         scaled=len(set(scales)) > 1,
         nope_width=0 if bands and target.slots == "source" else source.geometry.head_dim,
         biases=source.biases | (frozenset("qkv") if "qkv" in source.biases else frozenset()),
-        fitted=form.norm is not None,
+        fitted=fitted,
         reordered=source.reordered,
         layers=source.attending if source.kinds else (),
     )

@@ -8,9 +8,9 @@ from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, unqu
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target
 from ..families.source import Source
+from ..layer.folding import LatentNorm
 from .form import Form
 
-LatentNorm = Literal["fitted", "linear"]
 LINEAR = (
     "the latent's norm is linear by a small scale: optimizers at usual rates, float16 and the quantisers of "
     "other tools destroy the output (ModelOpt FP8: KL 3.84, not 0.004); only kvfold distill trains it"

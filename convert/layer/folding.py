@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..algebra.target import LatentTarget, Target
+from ..calibration.capacity import default_jobs
 from ..calibration.statistics import Statistics
 from ..efforts import Effort
 from ..families.source import Source
@@ -57,15 +58,20 @@ class Folding:
         """Return whether output projections are solved for; a closed form does so if it is its effort."""
         return self.effort.solve and (self.refine > 0 or self.effort.steps == 0)
 
-    def fitted_ranks(self, *, norm: bool) -> dict[str, int | None]:
-        """Return widths of a latent that is fitted to tokens, as `capacity.fold_bytes` takes them.
-
-        Args:
-            norm: whether a norm is fitted.
-        """
+    @property
+    def fitted_ranks(self) -> dict[str, int | None]:
+        """Return widths of a latent that is fitted to tokens, as `capacity.fold_bytes` takes them."""
         rank = self.target.kv_lora_rank if isinstance(self.target, LatentTarget) else None
         is_stored = self.request.cache_dtype != "bfloat16"
-        return {"levelled": rank if norm else None, "stored": rank if is_stored else None}
+        return {
+            "levelled": rank if self.latent_norm == "fitted" else None,
+            "stored": rank if is_stored else None,
+        }
+
+    @property
+    def jobs(self) -> int:
+        """Return how many layers are folded at once, each on one thread."""
+        return self.request.jobs or default_jobs(self.source, self.statistics, **self.fitted_ranks)
 
     @property
     def folds_biases(self) -> bool:

@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from ...core.console import progress
 from ...core.memory import enough_memory
-from ..calibration.capacity import default_jobs
 from ..decide.plan import Plan
 from ..efforts import MEASURED
 from ..layer.fold import fold_attention
@@ -34,10 +33,7 @@ def closed_form_loss(plan: Plan, description: str) -> float | None:
     attending = plan.source.attending
     predicted = [sum(loss.values()) if loss else 0.0 for loss in plan.losses[: len(attending)]]
     chosen = spread_layers(predicted, MEASURED)
-    jobs = plan.request.jobs or default_jobs(
-        plan.source, plan.statistics, **plan.fitted_ranks(norm=plan.latent_norm == "fitted")
-    )
-    jobs = min(jobs, len(chosen))
+    jobs = min(plan.jobs, len(chosen))
     with fold_threads(jobs) as pool:
         folding = [pool.submit(fold_attention, closed, attending[one]) for one in chosen]
         for done in progress(as_completed(folding), description, len(folding), jobs):

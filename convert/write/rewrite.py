@@ -33,7 +33,6 @@ from ...core.files import check_makeable, write_json
 from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
-from ..calibration.capacity import default_jobs
 from ..decide.plan import Plan, PlannedLayer
 from ..layer.fold import fold
 from ..layer.threads import FEWER, fold_threads
@@ -79,7 +78,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     """Carry out a plan; of several processes each its share, on any machines that see the same directories.
 
     The plan's request says how large a shard may be, and how many layers are at work at once, each on one
-    thread (by default `capacity.default_jobs`).
+    thread (`Folding.jobs`).
 
     Args:
         plan: what to do.
@@ -157,9 +156,7 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
         first: keeps the journal of rank 0 open until the output has its name.
     """
     rank, ranks = place()
-    shard_size = plan.request.shard_size
-    fitted = plan.fitted_ranks(norm=plan.latent_norm == "fitted")
-    jobs = plan.request.jobs or default_jobs(plan.source, plan.statistics, **fitted)
+    shard_size, jobs = plan.request.shard_size, plan.jobs
     fingerprint = plan.fingerprint(shard_size)
     specs = plan.specs
     done: dict[str, Found] = {}

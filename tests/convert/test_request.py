@@ -171,7 +171,9 @@ def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_pa
 
 
 def test_a_whole_float_is_a_rank() -> None:
-    assert request_of("m", MLA(rank=32.0)).rank == "32"
+    request = request_of("m", MLA(rank=32.0))
+    assert request.rank == 32
+    assert request.essentials()["rank"] == "32", "as earlier records have it"
 
 
 def test_a_file_may_name_engines_as_the_option_does(tmp_path: Path) -> None:

@@ -138,18 +138,12 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
     for phase, held in alone.items():
         seconds[phase] += held - at_once[phase]
     found = {phase: value * FACTORS.get(phase, 1.0) for phase, value in seconds.items() if value}
-    fitted = _fits_norm(plan, calibration)
-    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs, fitted=fitted))
-
-
-def _fits_norm(plan: Plan, calibration: str) -> bool:
-    """Return whether a latent norm is fitted to tokens."""
-    return plan.latent_norm == "fitted" and calibration != "none"
+    return FoldCost(seconds=found, peak_bytes=_peak(plan, shapes, calibration, jobs))
 
 
 def _of_layers(plan: Plan, calibration: str, shapes: Shapes, rates: Rates, jobs: int) -> dict[str, float]:
     """Return the seconds of the phases in which `jobs` layers are folded at once."""
-    layers, fitted = shapes.layers / jobs, _fits_norm(plan, calibration)
+    layers, fitted = shapes.layers / jobs, plan.latent_norm == "fitted" and calibration != "none"
     seconds = {"closed form": layers * _closed(plan, shapes, rates)}
     if fitted:
         norm = _NORMED * _norm(plan, shapes, rates) + shapes.hidden**3 / rates.decomposition
@@ -288,7 +282,7 @@ def _jobs(plan: Plan, rates: Rates) -> int:
     return min(plan.request.jobs or rates.threads, plan.source.layers)
 
 
-def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int, *, fitted: bool) -> int:
+def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int) -> int:
     """Return the bytes of the phase that takes most."""
     source: Source = plan.source
     if calibration == "none":
@@ -297,5 +291,5 @@ def _peak(plan: Plan, shapes: Shapes, calibration: str, jobs: int, *, fitted: bo
     cached = shapes.sequences * need.cached
     studied = need.weights + max(cached, need.activations) + need.statistics
     sample = (shapes.sequences, shapes.length)
-    folded = fold_bytes(source, sample, **plan.fitted_ranks(norm=fitted))
+    folded = fold_bytes(source, sample, **plan.fitted_ranks)
     return int(BASE + max(studied, need.statistics + jobs * folded))
