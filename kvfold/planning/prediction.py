@@ -62,10 +62,11 @@ class PredictedLosses:
             plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
             kind: the number format of the cache, one of `kinds`; None: the numbers as they are computed.
         """
-        norm = "fitted" if plan.latent_norm == "fitted" else None  # a linear one computes what no norm does
+        if plan.statistics is None or plan.latent_norm == "linear":
+            plan = replace(plan, latent_norm=None)  # a linear norm computes what none does
         # Without slots, what is folded depends on the container too (layer/fold.py).
         form = None if plan.bands else plan.container.architecture
-        how = (plan.method, plan.bands, form, norm, plan.folds_biases, plan.refine)
+        how = (plan.method, plan.bands, form, plan.latent_norm, plan.folds_biases, plan.refine)
         key = (str(plan.target.to_dict()), *how)
         if key not in self.known:
             self.known[key] = _predict(plan, self.kinds)
@@ -87,8 +88,6 @@ def _predict(plan: Plan, kinds: Sequence[CacheDtype]) -> Losses:
     regresses = plan.container.kind == "stock" and plan.source.family.k_norm is not None
     if plan.statistics is None and (plan.folds_biases or regresses):
         return nothing  # biases and key norms go into weights by statistics only
-    if plan.statistics is None and plan.latent_norm is not None:
-        plan = replace(plan, latent_norm="linear")  # shares are of what no norm changes
     plan = replace(plan, formats=tuple(kind.name for kind in kinds))
     losses: dict[str | None, list[float]] = {name: [] for name in nothing}
     for number in plan.source.attending:
