@@ -168,7 +168,8 @@ def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES
 
     def attempt_at(width: int, methods: Iterable[str]) -> None:
         for method in methods:
-            options = {"kv_budget": budget, "rope_dim": width}
+            # As published, a rule has no norm that its latent is fitted to.
+            options = {"kv_budget": budget, "rope_dim": width, "latent_norm": "linear"}
             cell = trial.measure(f"--method {method} --rope-dim {width}, {budget}", "mla", method, options, 0)
             if cell is not None:
                 tried[method, width] = cell
