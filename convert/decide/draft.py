@@ -6,6 +6,8 @@ No weight is written, and none is read but where statistics predict losses.
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from ..algebra.target import LatentTarget, Target, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
@@ -90,7 +92,8 @@ def _drafted(source: Source, request: FoldRequest, options: Options, statistics:
     form = wanted_form(source, request.to, options)
     target: Target
     fixed: tuple[Band, ...] = ()
-    table_S, thetas = None, ()
+    table_S: Tensor | None = None
+    thetas: tuple[float, ...] = ()
     if is_served:
         assert profile is not None, "plan_profiles gave one"
         served = served_shape(source, options, profile)

@@ -183,12 +183,13 @@ def _joint(its: _Layer, target: LatentTarget) -> tuple[IntactAttention | LatentA
 
 
 def _latent(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishing]:
-    folding, plain = its.folding, None
+    folding = its.folding
     if folding.source.mixed and its.number not in folding.source.rotating:
         return _still(its, target)
     table_F, factor = folding.source.frequencies(its.number)
     attention, bands = its.attention(factor), bands_of(folding.source, folding.bands, its.number)
     rule = peer(folding.method)
+    plain: Attention | None = None
     if attention.k_norm_KH is not None and folding.container.kind == "remote":
         # The latent and the slots are computed from the layer's features.
         featured, metric = features_of(folding.source, its.number, attention, table_F, its.statistics)
