@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def fold_attention(folding: Folding, number: int) -> tuple[AnyAttention, Loss | 
         donor = folding.source.donor(number)
         if donor is not None:
             return _following(its, _Layer(folding=folding, number=donor)), None
-        closed: tuple[AnyAttention, Finishing]
+        closed: tuple[Any, Finishing]
         if isinstance(folding.target, GroupedTarget):
             closed = _pooled(its)
         elif folding.container.folds_jointly:
