@@ -35,10 +35,10 @@ _OTHER_NAMES = {
 
 def _as_rank(value: object) -> int | str:
     """Return a rank as a number, or `full`."""
-    number: Any = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else value
-    if number == "full":
+    if value == "full":
         return "full"
-    if isinstance(number, bool) or not isinstance(number, Real) or number % 1 != 0:
+    number: Any = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else value
+    if isinstance(number, bool | str) or not isinstance(value, str | Real) or number % 1 != 0:
         raise ValueError("it should be a whole number or 'full'")
     return int(number)
 
