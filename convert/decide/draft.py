@@ -20,10 +20,10 @@ from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
+from .draft_options import DraftOptions
 from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, check_engines, containers_for
 from .form import choose_rope, latent_container, target_of, wanted_form
-from .options import Options
 from .plan import Draft, Plan, PlannedLayer
 from .profile_choice import plan_profiles, served_notices
 from .quantised_output import planned_copies, quantised_notices
@@ -58,7 +58,7 @@ def make_draft(
     has_size = request.rank is not None or request.kv_budget is not None
 
     def make(container: str) -> Draft:
-        options = Options(
+        options = DraftOptions(
             sizes=request.sizes, container=container, slots=request.slots, engines=engines, theta=theta
         )
         if request.to != "mla" or not are_served(engines) or (has_size and container != SERVED):
@@ -75,7 +75,9 @@ def make_draft(
     return replace(choice.draft, plan=replace(plan, engines=engines, notices=notices))
 
 
-def _in_form(source: Source, request: FoldRequest, options: Options, statistics: Statistics | None) -> Draft:
+def _in_form(
+    source: Source, request: FoldRequest, options: DraftOptions, statistics: Statistics | None
+) -> Draft:
     """Return the draft in one output format, in the form that loses less where the user leaves it open."""
 
     def make(rope: str | None) -> Draft:
@@ -86,7 +88,9 @@ def _in_form(source: Source, request: FoldRequest, options: Options, statistics:
     return choose_rope(source, options, make)
 
 
-def _drafted(source: Source, request: FoldRequest, options: Options, statistics: Statistics | None) -> Draft:
+def _drafted(
+    source: Source, request: FoldRequest, options: DraftOptions, statistics: Statistics | None
+) -> Draft:
     """Return the draft in one output format and form."""
     is_served, profile = options.container == SERVED, options.profile
     form = wanted_form(source, request.to, options)

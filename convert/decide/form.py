@@ -21,8 +21,8 @@ from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slots_of
+from .draft_options import DraftOptions
 from .engines import SERVED, are_served
-from .options import Options
 from .plan import Draft
 
 CHOSEN = "rotation is "  # how the notice of a choice between the forms begins
@@ -107,7 +107,7 @@ def _stock_obstacle(source: Source, container: str) -> str | None:
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
-def wanted_form(source: Source, to: str, options: Options) -> Form | None:
+def wanted_form(source: Source, to: str, options: DraftOptions) -> Form | None:
     """Return the form of MLA; None for other targets, which have none.
 
     Raises:
@@ -211,7 +211,7 @@ def _is_limited(source: Source) -> bool:
     return windows or (cap is not None and source.config[cap] is not None)
 
 
-def choose_rope(source: Source, options: Options, make: Callable[[str | None], Draft]) -> Draft:
+def choose_rope(source: Source, options: DraftOptions, make: Callable[[str | None], Draft]) -> Draft:
     """Return the draft of one of the two forms of a source with key norms, where the user leaves it open.
 
     Both hold it. Intact rotation loses less and decodes more slowly: every step rebuilds all keys, and

@@ -14,7 +14,7 @@ from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ..formats.cache_size import cache_size
 from ..formats.copies import Copy
-from ..layer.folding import Folding
+from ..layer.fold_inputs import Folding
 from ..methods.query_rank import query_parameters
 from ..methods.slots import Division
 from .quantised_output import output_modules, output_scheme, quantised_fields, read_specs

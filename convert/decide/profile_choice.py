@@ -11,7 +11,7 @@ from ...core.errors import InvalidInput
 from ..algebra.target import Geometry, LatentTarget, Sizes, Target, budget_elements, from_options
 from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
-from .options import Options
+from .draft_options import DraftOptions
 from .per_rank import rank_notices
 from .plan import Draft
 from .rules.engine_pairs import HARDWARE, takes_any_width
@@ -22,7 +22,7 @@ from .serving_shape import saves_nothing
 NARROW_COST = 0.01
 
 
-def profiles_for(source: Source, options: Options) -> tuple[Profile, ...]:
+def profiles_for(source: Source, options: DraftOptions) -> tuple[Profile, ...]:
     """Return the profiles that the options and the source's cache leave, the widest first.
 
     Raises:
@@ -97,7 +97,7 @@ def choose_profile(
     return *wide, f"{told}: {wide[1]} was taken; --rank {narrow[1].latent} takes {narrow[1]}"
 
 
-def plan_profiles(source: Source, options: Options, make: Callable[[Options], Draft]) -> Draft:
+def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOptions], Draft]) -> Draft:
     """Draft the profiles that fit, and return the draft to take, with the reason if there was a choice.
 
     Args:

@@ -21,8 +21,8 @@ from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
+from .draft_options import DraftOptions
 from .engines import ENGINES, TYING
-from .options import Options
 from .rules.engine_pairs import takes_any_width
 
 
@@ -45,7 +45,7 @@ class ServedShape:
     thetas: tuple[float, ...] = ()
 
 
-def served_shape(source: Source, options: Options, profile: Profile) -> ServedShape:
+def served_shape(source: Source, options: DraftOptions, profile: Profile) -> ServedShape:
     """Return the target that is folded for a profile, and its rotary slots.
 
     The latent is at most the profile's.

@@ -8,7 +8,7 @@ from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, unqu
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target
 from ..families.source import Source
-from ..layer.folding import LatentNorm
+from ..layer.fold_inputs import LatentNorm
 from .form import Form
 
 LINEAR = (

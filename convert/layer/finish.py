@@ -38,7 +38,7 @@ from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
 from ..storage.head_basis import with_balanced_heads
 from ..storage.rounded_length import FEW_STEPS, SHARE, STEPS, latent_costs, rounded_root, rounding_cost
-from .folding import Folding
+from .fold_inputs import Folding
 
 Loss = dict[str, float]
 RISE = 0.03  # of a refined layer's loss, for weights that are rounded at less cost

@@ -32,7 +32,7 @@ from ..methods.query_rank import Compressible, compress, query_metric
 from ..methods.refinement import LayerSample, measure
 from ..methods.slots import bands_of, slots_of
 from .finish import Finishing, Loss, finished
-from .folding import Folding
+from .fold_inputs import Folding
 
 
 @dataclass(frozen=True)

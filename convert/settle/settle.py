@@ -9,7 +9,7 @@ from ..decide.plan import Draft, Plan
 from ..families.source import Source
 from ..request import FoldRequest
 from .in_order import in_order
-from .tables import settle_table
+from .theta import settle_table
 from .widths import settle_width
 
 

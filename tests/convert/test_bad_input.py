@@ -105,7 +105,11 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         ("--to", "mla", "--rank", "²", "--engine", "vllm"),
         "--rank ² does not",
     ),
-    "rank of many digits": (nothing, ("--to", "mla", "--rank", "9" * 5000), "it should be a whole number or 'full'"),
+    "rank of many digits": (
+        nothing,
+        ("--to", "mla", "--rank", "9" * 5000),
+        "it should be a whole number or 'full'",
+    ),
     "rank zero": (nothing, ("--to", "mla", "--rank", "0"), "--rank 0 does not fit"),
     "no rank": (
         nothing,

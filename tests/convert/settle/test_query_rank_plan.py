@@ -86,7 +86,10 @@ def test_losses_are_planned_and_measured(
             "choose a rank from 1 to 32, or --q-lora-rank full, which keeps every query",
         ),
         (("--to", "mla", "--kv-budget", "50%", "--q-lora-rank", "0"), "--q-lora-rank 0 does not fit"),
-        (("--to", "mla", "--kv-budget", "50%", "--q-lora-rank", "half"), "it should be a whole number or 'full'"),
+        (
+            ("--to", "mla", "--kv-budget", "50%", "--q-lora-rank", "half"),
+            "it should be a whole number or 'full'",
+        ),
         (
             ("--to", "mla", "--kv-budget", "50%", "--rope", "intact", "--q-lora-rank", "-1"),
             "--q-lora-rank -1 does not fit",

@@ -18,9 +18,9 @@ from kvfold.convert.formats.serving import table, thetas
 from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.formats.stock import Stock
 from kvfold.convert.request import fold_request
-from kvfold.convert.settle import tables
+from kvfold.convert.settle import theta as of_theta
 from kvfold.convert.settle.settle import settle
-from kvfold.convert.settle.tables import settle_table
+from kvfold.convert.settle.theta import settle_table
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.tiny import make
@@ -98,10 +98,10 @@ def test_pairs_share_the_slots_that_are_left(source: Source, statistics: Statist
 def test_no_table_is_chosen_where_nothing_can_be_measured(
     source: Source, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "slots_loss", lambda *_: None)
+    monkeypatch.setattr(of_theta, "slots_loss", lambda *_: None)
     plan = planned(source, statistics)
     assert theta_of(settle_table(plan)) == OWN
-    monkeypatch.setattr(tables, "slots_loss", lambda *_: pytest.fail("not to be measured"))
+    monkeypatch.setattr(of_theta, "slots_loss", lambda *_: pytest.fail("not to be measured"))
     for other in (
         planned(source, None),
         planned(source, statistics, effort="quick"),

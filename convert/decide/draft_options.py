@@ -8,7 +8,7 @@ from ..formats.serving_widths import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DraftOptions:
     """The options of one draft.
 
     Attributes:
@@ -27,6 +27,6 @@ class Options:
     profile: Profile | None = None
     theta: float | None = None
 
-    def with_sizes(self, **changed: Any) -> "Options":
+    def with_sizes(self, **changed: Any) -> "DraftOptions":
         """Return the same with other sizes or another form."""
         return replace(self, sizes=replace(self.sizes, **changed))
