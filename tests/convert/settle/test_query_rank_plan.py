@@ -13,7 +13,7 @@ from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
-from kvfold.convert.settle.settle import make_plan, settle
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.folds import WEIGHTS
@@ -64,7 +64,7 @@ def test_losses_are_planned_and_measured(
     measured = []
     for rank in ("8", "16", "24", "full"):
         asked = {"model": str(source), "to": "mla", "refine": 0, "q_lora_rank": rank, **sizes}
-        plan = settle(make_plan(source, fold_request(asked), taken))
+        plan = make_plan(source, fold_request(asked), taken)
         assert all(loss is not None for loss in plan.losses)
         record = rewrite(plan, tmp_path / rank)
         measured.append([layer["measured"]["folded"] for layer in record["layers"]])
@@ -92,7 +92,7 @@ def test_losses_are_planned_and_measured(
         ),
         (
             ("--to", "mla", "--kv-budget", "50%", "--rope", "intact", "--q-lora-rank", "-1"),
-            "--q-lora-rank -1 does not fit",
+            "it should be a whole number or 'full'",
         ),
         (("--to", "mla", "--rank", "32", "--engine", "vllm", "--q-lora-rank", "x"), "--q-lora-rank"),
         (
