@@ -23,7 +23,7 @@ from ..request import FoldRequest
 from .draft_options import DraftOptions
 from .engine_choice import choose_plan, engine_notices, format_notices
 from .engines import SERVED, are_served, check_engines, containers_for
-from .form import choose_rope, latent_container, target_of, wanted_form
+from .form import choose_form, choose_rope, latent_container, target_of
 from .plan import Draft, Plan, PlannedLayer
 from .profile_choice import plan_profiles, served_notices
 from .quantised_output import planned_copies, quantised_notices
@@ -93,7 +93,7 @@ def _drafted(
 ) -> Draft:
     """Return the draft in one output format and form."""
     is_served, profile = options.container == SERVED, options.profile
-    form = wanted_form(source, request.to, options)
+    form = choose_form(source, request.to, options)
     target: Target
     fixed: tuple[Band, ...] = ()
     table_S: Tensor | None = None

@@ -48,15 +48,28 @@ class Form:
     why: str | None = None
 
 
-def choose_form(source: Source, rope: str | None, container: str) -> Form:
-    """Choose the form and the container of MLA.
+def choose_form(source: Source, to: str, options: DraftOptions) -> Form | None:
+    """Choose the form and the container of MLA; return None for other targets, which have none.
 
     The user's choice comes first. Otherwise the form is decoupled and the class is stock, where these hold
     the source.
 
     Raises:
-        InvalidInput: the user's choice cannot hold the source.
+        InvalidInput: the user's choice cannot hold the source, or there is one for another target.
     """
+    rope, container = options.sizes.rope, options.container
+    if to != "mla":
+        if options.slots is not None:
+            raise InvalidInput(
+                f"--slots {options.slots} does not apply to --to {to}, which has no rotary slots"
+            )
+        if container != "auto":
+            raise InvalidInput(
+                f"--container {container} does not apply to --to {to}, which is written in the source's own "
+                "class"
+            )
+        return None
+    container = "stock" if container == SERVED else container
     never = never_latent(source.family)
     if never is not None:
         raise InvalidInput(
@@ -105,25 +118,6 @@ def _stock_obstacle(source: Source, container: str) -> str | None:
         return "its layers have unlike rotary embeddings"
     obstacle = latent_obstacle(source.config, regressed=container == "stock")
     return None if obstacle is None else obstacle.partition("; use --to")[0]
-
-
-def wanted_form(source: Source, to: str, options: DraftOptions) -> Form | None:
-    """Return the form of MLA; None for other targets, which have none.
-
-    Raises:
-        InvalidInput: slots or a container are given for another target.
-    """
-    if to == "mla":
-        container = "stock" if options.container == SERVED else options.container
-        return choose_form(source, options.sizes.rope, container)
-    if options.slots is not None:
-        raise InvalidInput(f"--slots {options.slots} does not apply to --to {to}, which has no rotary slots")
-    if options.container != "auto":
-        raise InvalidInput(
-            f"--container {options.container} does not apply to --to {to}, which is written in the source's "
-            "own class"
-        )
-    return None
 
 
 def target_of(source: Source, to: str, sizes: Sizes, form: Form | None) -> Target:

@@ -45,15 +45,14 @@ def latent_norm(
     Raises:
         InvalidInput: the user asks for it where there is no such norm, or in a dtype that cannot hold it.
     """
-    has_none = form is None or form.rope == "intact" or (form.remote and source.family.k_norm is not None)
-    if has_none or (form is not None and form.remote and wanted == "linear"):
+    no_other = source.family.k_norm is not None or wanted == "linear"  # in kvfold's own code
+    if form is None or form.rope == "intact" or (form.remote and no_other):
         if wanted != "auto":
             raise InvalidInput(
                 f"--latent-norm {wanted} applies only to latent attention with a norm: --to mla --rope "
                 f"decoupled of a source without key norms, linear only with --container stock; leave it out"
             )
         return None
-    assert form is not None
     if form.remote and wanted == "auto":
         return None
     assert isinstance(target, LatentTarget)

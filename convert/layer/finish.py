@@ -125,7 +125,7 @@ def _prepared(
     or the layer as it would be without a format.
     """
     if its.sample is None:
-        if _is_levelled(layer):
+        if isinstance(layer, LatentAttention) and layer.level_CC is not None:
             return _as_written(its, layer), None
         return in_basis(layer, fit_basis(layer, its.slots_S, weights_moments(layer), dtype)), None
     assert loss is not None
@@ -257,10 +257,6 @@ def _fitted(
         solve=is_refined and folding.solves,
         cache=caches,
     )
-
-
-def _is_levelled(layer: AnyAttention) -> bool:
-    return isinstance(layer, LatentAttention) and layer.level_CC is not None
 
 
 def _with_all_parts(
