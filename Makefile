@@ -34,9 +34,8 @@ LLAMA_PACKAGE ?= llama-cpp-python==0.3.36
 LLAMA_CPP ?= .llama.cpp/source
 LLAMA_VENV := .venv-llamacpp
 
-# `make gpu`: Python with a CUDA build of torch; the minutes of each of the five parts.
+# `make gpu`: Python with a CUDA build of torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-MINUTES ?= 9
 
 .PHONY: demo docs test test-lowest hostile kills test-vllm test-sglang test-mlx test-llamacpp check install gpu
 
@@ -133,10 +132,9 @@ $(LLAMA_VENV)/.installed: pyproject.toml
 		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 	cmake --build .llama.cpp/source/build --target llama-perplexity llama-completion llama-quantize
 
-# All that waits for a GPU, into benchmarks/results; see benchmarks/README.md, "The GPU day". It installs nothing.
+# Measurements that need a GPU, into benchmarks/results. It installs nothing.
 gpu:
-	$(GPU_PYTHON) -m benchmarks.gpu all --minutes $(MINUTES); status=$$?; \
-		$(GPU_PYTHON) -m benchmarks.gpu summary && exit $$status
+	$(GPU_PYTHON) -m benchmarks.gpu kernel distil large
 
 # vLLM's multimodal classes import torchvision; benchmarks/torchvision_operators says how it loads without CUDA.
 test-vllm: $(VLLM_VENV)/.installed $(VLLM_VENV)/torchvision

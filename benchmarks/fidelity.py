@@ -37,8 +37,7 @@ from kvfold.eval.run import evaluate
 from kvfold.eval.suites.catalogue import DEFAULT
 from kvfold.texts.corpus import Text, read_text
 
-from .machine import RESULTS, save
-from .phases import Phases
+from .machine import RESULTS, Phases, save
 
 BUDGETS = ("50%", "25%", "12.5%")
 SAME = 1e-6  # relative difference of perplexities up to which two runs measured one thing

@@ -7,7 +7,7 @@ editable or other installation of kvfold next to the dependencies cannot supply 
 lacks, which it could do if PYTHONPATH alone named the folder. `prepare` checks from where kvfold is imported.
 
 With `install` the revision is installed by pip instead, as its users have it (no network: no dependencies, no
-build isolation; needs setuptools).
+build isolation; needs hatchling).
 """
 
 import io

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from .. import __version__
 from ..checkpoints.eval_json import MeasuredCheckpoint
 from ..checkpoints.identity import hashes_of, identity
 from ..checkpoints.record import changed_since, other_weights, read_record
@@ -21,6 +20,7 @@ from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
 from ..core.memory import free_bytes
 from ..core.processes import from_every, from_first, together
+from ..core.version import __version__
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
 from ..models.stored_cache import StoredCache
 from ..models.teacher_cache import TeacherCache, identify

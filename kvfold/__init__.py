@@ -14,6 +14,8 @@ DeepSeek-class model decode from its latent cache.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .api import evaluate as evaluate
     from .api import fold as fold
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from .migration.migrate_call import migrate as migrate
     from .tower_run import assemble as assemble
 
-__version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(("fold", "plan", "train", "evaluate", "verify", "quantize", "publish", "report"), ".api"),
     **dict.fromkeys(("GQA", "MQA", "MLA"), ".convert.request"),

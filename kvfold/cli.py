@@ -4,11 +4,11 @@ from typing import Any
 
 import click
 
-from . import __version__
 from .convert.cli import main as convert
 from .convert.families.support import main as families
 from .convert.towers.cli import main as assemble
 from .core.console import refusing
+from .core.version import __version__
 from .demo import main as demo
 from .distill.cli import main as distill
 from .eval.cli import main as evaluate

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import __version__
 from .core.console import Command, show_json, show_table
 from .core.errors import InvalidInput
 from .core.files import locked, write_whole
 from .core.signals import Interrupted
 from .core.units import parse_tokens
 from .core.untrusted import read_json, shorten
+from .core.version import __version__
 
 if TYPE_CHECKING:
     from .convert.calibration.statistics import Statistics

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__
 from .arguments import optional_path, path_of, public, text_of
 from .core.console import is_first, listening, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
 from .core.units import bytes_of
+from .core.version import __version__
 from .results import Folded
 
 if TYPE_CHECKING:

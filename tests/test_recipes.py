@@ -17,6 +17,7 @@ from kvfold.distill.recipe.recipe_file import read_recipe
 from kvfold.distill.run.explain import explain
 
 from .support.documents import write_documents
+from .support.old_files import add_old_buffers
 from .support.tokenizers import save_tokenizer
 
 ROOT = Path(__file__).parent.parent / "recipes"
@@ -84,6 +85,8 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes)).save_pretrained(
         tmp_path / "source"
     )
+    if family == "gpt_neox":
+        add_old_buffers(tmp_path / "source", family)  # as Pythia is published
     save_tokenizer(tmp_path / "source")
     # Has a class of its own, which the folded checkpoint's configuration does not lead to.
     if family == "qwen2":

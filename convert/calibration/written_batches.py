@@ -52,7 +52,7 @@ class WrittenBatches:
             "digest": TensorSpec(torch.uint8, (_DIGEST,)),
         }
         try:
-            if {name: entry.spec for name, entry in read_header(file, packed=True).items()} != wanted:
+            if {name: entry.spec for name, entry in read_header(file).items()} != wanted:
                 return None
         except InvalidInput:
             return None

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
+from ...core.version import __version__
 from ..formats.cache_size import cache_size
 from ..formats.copies import Copy
 from ..layer.fold_inputs import Folding

@@ -12,9 +12,6 @@ from ...core.errors import InvalidInput
 from .family import Family
 from .rows import FAMILIES
 
-# Buffers that old checkpoints carry: masks and frequencies that classes compute.
-BUFFERS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Host:

@@ -30,10 +30,7 @@ def check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) 
     """
     for name in names_outside_attention(family, config):
         if name not in checkpoint:
-            raise InvalidInput(
-                f"{checkpoint.directory} has no {name}, which a {family.label} checkpoint has; download or "
-                "save it again"
-            )
+            raise checkpoint.absence(name, f"a {family.label} checkpoint")
 
 
 def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -65,10 +62,7 @@ def biases_of(checkpoint: Checkpoint, family: Family, layers: Mapping[int, Layer
     for layer, own in layers.items():
         for tensor, shape in attention_shapes(own, layer, biases):
             if tensor not in checkpoint:
-                raise InvalidInput(
-                    f"{checkpoint.directory} has no {tensor}, which a {family.label} checkpoint has; "
-                    "download or save it again"
-                )
+                raise checkpoint.absence(tensor, f"a {family.label} checkpoint")
             if checkpoint.spec(tensor).shape != shape:
                 raise InvalidInput(
                     f"{tensor} of {checkpoint.directory} has shape {checkpoint.spec(tensor).shape}, but "

@@ -16,7 +16,7 @@ from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import Geometry, GroupedTarget
-from ..families.hosts import BUFFERS, HOSTS, Host, check_for_heads
+from ..families.hosts import HOSTS, Host, check_for_heads
 from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
 from ..families.source import Source
@@ -101,13 +101,11 @@ class HostClass(Container):
         }
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """Return a tensor that is not attention under its new name; buffers are dropped.
+        """Return a tensor that is not attention under its new name.
 
         Raises:
             InvalidInput: the class has no place for it.
         """
-        if name.endswith(BUFFERS):
-            return {}
         if name == self.family.head:
             return unchanged(name, spec, self.host.family.head)
         module, _, part = name.removeprefix(self.family.prefix).rpartition(".")

@@ -31,7 +31,7 @@ class TowerView(Checkpoint):
         self.directory = directory
         self.config = read_config(directory)
         self._entries = {name: whole._entries[stored] for stored, name in names.items()}
-        self.opened, self.origin = whole.opened, whole
+        self.opened, self.origin, self.left_out = whole.opened, whole, {}
 
     def identity(self) -> list[tuple[str, int, int]]:
         """Return what changes when the other checkpoint does."""

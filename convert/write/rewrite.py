@@ -33,6 +33,7 @@ from ...core.files import check_makeable, write_json
 from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
+from ...core.version import __version__
 from ..decide.plan import Plan, PlannedLayer
 from ..layer.fold import fold
 from ..layer.threads import FEWER, fold_threads
@@ -330,8 +331,6 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
 
 
 def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict[str, Any]:
-    from ... import __version__
-
     found = [done[f"layer {layer.number}"] for layer in plan.layers]
     found = [{field: layer[field] for field in ("measured", "spectrum")} for layer in found]
     hashes = _hashes(plan, done)

@@ -198,10 +198,7 @@ def fingerprint(directory: Path) -> str:
     for file in weight_files(directory):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
-        tensors = [
-            (entry.start, entry.start + entry.spec.nbytes)
-            for entry in read_header(file, packed=True).values()
-        ]
+        tensors = [(entry.start, entry.start + entry.spec.nbytes) for entry in read_header(file).values()]
         header = (0, min((begin for begin, _ in tensors), default=size))
         with file.open("rb") as stream:
             for begin, end in [header, *sorted(tensors)]:

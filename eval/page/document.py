@@ -10,6 +10,7 @@ from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory, whole_file
 from ...core.untrusted import printable
+from ...core.version import __version__
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
 from .groups import Group
 from .sections import PageSection, sections
@@ -54,8 +55,6 @@ def notices(groups: Sequence[Group]) -> list[str]:
 def render(parts: Sequence[PagePart]) -> str:
     """Return the page as HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    from ... import __version__
 
     environment = Environment(
         loader=PackageLoader(__name__.rpartition(".")[0], "templates"),

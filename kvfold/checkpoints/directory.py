@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,9 +15,20 @@ from torch import Tensor
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.hub import check_new_name
-from ..core.untrusted import read_json, shorten
+from ..core.untrusted import printable, read_json, shorten
 from .other_forms import without_config
-from .shards import INDEX, Entry, TensorSpec, is_finite, pieces, read_flat, read_header
+from .shards import (
+    DTYPES,
+    INDEX,
+    PACKED_DTYPES,
+    Entry,
+    TensorSpec,
+    holds_unfolded,
+    is_finite,
+    pieces,
+    read_flat,
+    read_header,
+)
 from .side_files import matching
 
 PIECE = 1 << 20  # elements in which a tensor is copied: a piece fits in the processor's caches
@@ -46,12 +58,20 @@ _ELSEWHERE = ("configuration_files", "transformers_weights")
 _LIST_LIMIT = 10_000
 _CONFIG_BYTES, _CONFIG_CONTAINERS = 2**22, 2**17  # a file that is read often; 18,000 modules take 2 MB
 _MOST_TENSORS = 2**20  # of a checkpoint; 61 layers of 384 experts in 4 bits have some 281,000
+# Masks, tables and counters that classes of older releases saved, and that today's compute or do without.
+_BUFFERS = re.compile(
+    r"(^|\.)(\w*inv_freq|masked_bias|(attn|attention)\.bias|causal_mask|rotary_emb\.(cos|sin)_cached"
+    r"|position_ids|version)$"
+)
 _WHOLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Checkpoint(Mapping[str, Tensor]):
     """A Hugging Face model directory; a tensor is read when it is asked for, and not kept.
+
+    It has the tensors that a class can read. Buffers of older releases' classes and what is no weight by its
+    dtype are left out, whatever they hold. A weight that a class does read is then missing: see `absence`.
 
     Args:
         directory: the directory.
@@ -62,6 +82,7 @@ class Checkpoint(Mapping[str, Tensor]):
         config: content of config.json.
         opened: its `identity` when it was opened.
         origin: the checkpoint whose files are read, as they are stored: itself, unless it is a view.
+        left_out: the tensors of its files that it does not have.
 
     Raises:
         InvalidInput: there is no config.json, or no safetensors (for a pickle the error names the command
@@ -72,7 +93,9 @@ class Checkpoint(Mapping[str, Tensor]):
         self.directory = directory
         self.config = read_config(directory)
         check_safetensors(directory)
-        self._entries = _entries(directory, packed)
+        found = _entries(directory, packed)
+        self._entries = {name: entry for name, entry in found.items() if _is_read(name, entry, packed)}
+        self.left_out = {name: entry for name, entry in found.items() if name not in self._entries}
         self.opened, self.origin = self.identity(), self
 
     def __getitem__(self, name: str) -> Tensor:
@@ -87,6 +110,21 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def absence(self, name: str, owner: str) -> InvalidInput:
+        """Return the error for a tensor that a class reads and the checkpoint does not have.
+
+        Args:
+            name: of the tensor.
+            owner: has the tensor, such as `a LlamaForCausalLM`.
+        """
+        module = name.rpartition(".")[0]
+        for other, entry in self.origin.left_out.items():
+            if other.rpartition(".")[0] == module and not _BUFFERS.search(other):
+                return InvalidInput(holds_unfolded(entry.file, other, entry.spec.dtype))
+        return InvalidInput(
+            f"{self.directory} has no {printable(name)}, which {owner} has; download or save it again"
+        )
 
     def spec(self, name: str) -> TensorSpec:
         """Return the shape and dtype of a tensor, without reading it."""
@@ -218,23 +256,31 @@ def weight_files(directory: Path) -> list[Path]:
 def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
     files = weight_files(directory)
     if files == [directory / _WHOLE]:
-        return read_header(files[0], packed=packed)
+        return read_header(files[0])
     weight_map = _weight_map(directory)
     named: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         named.setdefault(shard, set()).add(name)
     entries: dict[str, Entry] = {}
     for file in files:
-        found = read_header(file, packed=packed)
-        wrong = sorted(named[file.name] - found.keys()) + sorted(found.keys() - named[file.name])
+        found = read_header(file)
+        listed = {name for name in named[file.name] if not _BUFFERS.search(name)}
+        there = {name for name, entry in found.items() if _is_read(name, entry, packed)}
+        wrong = sorted(listed - found.keys()) + sorted(there - named[file.name])
         if wrong:  # before the next shard is read, so that no number of them fills the memory
             more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
             raise InvalidInput(
                 f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
                 "again"
             )
-        entries |= found
-    return {name: entries[name] for name in weight_map}
+        entries |= {name: found[name] for name in named[file.name] & found.keys()}
+    return {name: entries[name] for name in weight_map if name in entries}
+
+
+def _is_read(name: str, entry: Entry, packed: bool) -> bool:
+    """Return whether a tensor can be a weight, or with `packed` a part of a quantised one."""
+    dtypes = DTYPES | PACKED_DTYPES if packed else DTYPES
+    return entry.spec.dtype in dtypes.values() and not _BUFFERS.search(name)
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -27,7 +27,11 @@ PACKED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in (DTYPES | PACKED_DTYPES).items()}
+# Of masks and counters, which are found next to weights and never read.
+_OTHER_DTYPES = {
+    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in (DTYPES | PACKED_DTYPES | _OTHER_DTYPES).items()}
 _BLOCK = 2**20  # bytes that are read at once for a checksum
 _ALIGNMENT = 8  # bytes; the header is padded so that tensor data starts aligned
 SHARD_SIZE = 5 * 10**9  # default for the most bytes of a weight file
@@ -75,17 +79,15 @@ class Entry:
     spec: TensorSpec
 
 
-def read_header(file: Path, *, packed: bool = False) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, Entry]:
     """Return the place of each tensor of a safetensors file, by name, without reading the tensors.
 
     Args:
         file: the file.
-        packed: whether it may hold the dtypes of quantised weights.
 
     Raises:
         InvalidInput: the file is truncated or damaged: tensors overlap or leave bytes unused, a name occurs
-            twice, or a shape is none; or it holds a dtype that is not a plain floating point one, nor one
-            of quantised weights where these are allowed.
+            twice, or a shape is none; or it holds a dtype that torch does not have.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -120,8 +122,7 @@ def read_header(file: Path, *, packed: bool = False) -> dict[str, Entry]:
             f"{file} has {len(metadata)} entries in __metadata__, and at most {_MOST_METADATA} are read; "
             "save it again without them"
         )
-    dtypes = DTYPES | PACKED_DTYPES if packed else DTYPES
-    entries = {name: _entry(file, 8 + length, name, row, dtypes) for name, row in header.items()}
+    entries = {name: _entry(file, 8 + length, name, row) for name, row in header.items()}
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
     if end != size:
         what = "truncated" if size < end else "damaged"
@@ -140,17 +141,15 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _COUNT_LIMIT
 
 
-def _entry(file: Path, data: int, name: str, row: Any, dtypes: Mapping[str, torch.dtype]) -> Entry:
+def _entry(file: Path, data: int, name: str, row: Any) -> Entry:
     """Return a tensor's place from its row of the header, whose data begin at byte `data` of the file."""
     damaged = f"{file} has a damaged header at {printable(name)}"
     if not isinstance(row, dict):
         raise InvalidInput(f"{damaged}: it holds no object; download or save it again")
     kind, shape, offsets = (row.get(field) for field in ("dtype", "shape", "data_offsets"))
+    dtypes = DTYPES | PACKED_DTYPES | _OTHER_DTYPES
     if not isinstance(kind, str) or kind not in dtypes:
-        raise InvalidInput(
-            f"{file.name} holds {printable(name)} as {shorten(kind)}; kvfold folds float weights "
-            f"({', '.join(DTYPES)}), and others only where config.json has a quantization_config"
-        )
+        raise InvalidInput(f"{damaged}: its dtype is {shorten(kind)}, and {', '.join(dtypes)} are read")
     if not isinstance(shape, list) or not all(map(_is_count, shape)) or len(shape) > _DIMENSIONS:
         raise InvalidInput(f"{damaged}: its shape is {shorten(shape)}; download or save it again")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
@@ -162,6 +161,14 @@ def _entry(file: Path, data: int, name: str, row: Any, dtypes: Mapping[str, torc
             "of its data_offsets; download or save it again"
         )
     return Entry(file, data + offsets[0], spec)
+
+
+def holds_unfolded(file: Path, name: str, dtype: torch.dtype) -> str:
+    """Return a sentence about a weight of a dtype that kvfold does not fold."""
+    return (
+        f"{file.name} holds {printable(name)} as {_NAMES[dtype]!r}; kvfold folds float weights "
+        f"({', '.join(DTYPES)}), and others only where config.json has a quantization_config"
+    )
 
 
 def _check_gapless(file: Path, data: int, entries: Mapping[str, Entry]) -> None:

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..checkpoints.card import FILE as CARD_FILE
 from ..checkpoints.directory import check_output, finish
 from ..checkpoints.record import FILE as RECORD_FILE
@@ -17,6 +16,7 @@ from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, link_or_copy, replace_text
 from ..core.untrusted import read_json
+from ..core.version import __version__
 from .request import RECORD, SCHEMA, Migration, replace_json
 
 PAGE = "report.html"

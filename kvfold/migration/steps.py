@@ -22,7 +22,7 @@ from ..checkpoints.record import read_record
 from ..convert.algebra.subspaces import decomposing
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
-from ..convert.decide.costs.fold_cost import FoldCost, predict_cost
+from ..convert.decide.fold_cost import FoldCost, predict_cost
 from ..convert.families.source import open_source
 from ..convert.request import FoldRequest, fold_request
 from ..convert.settle.settle import make_plan

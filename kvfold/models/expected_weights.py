@@ -22,9 +22,6 @@ from ..core.untrusted import printable, read_json
 from .dequantised import without_quantisation
 from .load_failures import loading_failures, no_progress_bars, no_warnings
 
-# Buffers that older versions of transformers saved, and that no class reads any more.
-_BUFFERS = re.compile(r"(^|\.)(inv_freq|masked_bias|(attn|attention)\.bias|rotary_emb\.(cos|sin)_cached)$")
-
 
 @dataclass(frozen=True)
 class RotaryTable:
@@ -78,9 +75,7 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
             f"{tuple(expected)}; correct config.json, or save the checkpoint again"
         )
     for name in sorted(found["missing_keys"]):
-        raise InvalidInput(
-            f"{directory} has no {name}, which a {type(model).__name__} has; download or save it again"
-        )
+        raise checkpoint.absence(name, f"a {type(model).__name__}")
     inside, outside = _ignored(found["unexpected_keys"], layers)
     for name in inside:
         raise InvalidInput(
@@ -354,6 +349,6 @@ def _check_generation(directory: Path) -> None:
 def _ignored(names: Iterable[str], layers: str) -> tuple[list[str], list[str]]:
     """Return a checkpoint's unexpected weights: those in a decoder layer, and the others, each sorted."""
     place = re.compile(rf"(^|\.){re.escape(layers.rpartition('.')[2])}\.\d+\.")
-    ignored = sorted(name for name in names if not _BUFFERS.search(name))
+    ignored = sorted(names)
     inside = [name for name in ignored if place.search(name)]
     return inside, [name for name in ignored if not place.search(name)]

@@ -8,7 +8,7 @@ from typing import Any
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import read_saved, study
 from ..convert.calibration.text_length import at_context
-from ..convert.decide.costs.fold_cost import cost_by_default, in_words
+from ..convert.decide.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.decide.rules.engine_pairs import takes_any_width
 from ..convert.families.source import Source, open_source

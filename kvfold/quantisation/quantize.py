@@ -25,6 +25,7 @@ from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, whole_directory, write_json
 from ..core.untrusted import shorten
+from ..core.version import __version__
 from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
 from .chosen_weights import LATENT, LEAST_GROUP, RoundedWeights, choose_weights
@@ -210,8 +211,6 @@ def _write_rounded(plan: QuantizePlan, name: str, writer: ShardWriter) -> None:
 
 def _record(plan: QuantizePlan) -> dict[str, Any]:
     """Return the output's record: that of its source, with the source as the newest parent."""
-    from .. import __version__
-
     directory = plan.checkpoint.directory
     record = read_record(directory) or {
         "schema": SCHEMA,

@@ -6,7 +6,6 @@ import json
 import lzma
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,13 +230,14 @@ def test_a_reader_that_is_left_early_ends(tmp_path: Path) -> None:
     import psutil
 
     file = tmp_path / "a.jsonl.gz"
-    file.write_bytes(gzip.compress(GOOD.encode() * 5000))
+    file.write_bytes(gzip.compress(GOOD.encode() * 100_000))  # more than a pipe holds: the reader still runs
     assert len(first_rows(DocumentSource(str(file)), 3)) == 3
     rows = read_texts(DocumentSource(str(file)), seed=0)
     next(rows)
+    readers = [child for child in psutil.Process().children() if "reader_process" in str(child.cmdline())]
+    assert readers
     rows.close()
-    time.sleep(0.1)
-    assert not [child for child in psutil.Process().children() if "reader_process" in str(child.cmdline())]
+    assert not psutil.wait_procs(readers, timeout=60)[1]
 
 
 def test_what_libraries_print_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

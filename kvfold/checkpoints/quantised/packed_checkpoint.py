@@ -56,6 +56,7 @@ class QuantisedCheckpoint(Checkpoint):
         assert found is not None, "not a quantised checkpoint"
         self.directory = directory
         self.opened, self.origin = self.stored.opened, self.stored.origin
+        self.left_out = self.stored.left_out
         self.method, self.quantization = found
         self.config = _unquantised(self.stored.config)
         if isinstance(self.config.get("text_config"), dict):

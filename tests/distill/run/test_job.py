@@ -229,7 +229,8 @@ def test_other_mistakes_are_named(make_recipe: MakeRecipe, teacher: Path, text: 
         distill(make_recipe(student=str(teacher)))
     with pytest.raises(InvalidInput, match=r"data\.seq_len 128 exceeds the 64 positions"):
         distill(make_recipe(data={"source": str(text), "seq_len": 128}))
-    with pytest.raises(InvalidInput, match="stage kl diverged: the gradient of step 2 is nan"):
+    # Each step multiplies weights by about -10,000; which of the ten overflows first depends on the processor.
+    with pytest.raises(InvalidInput, match=r"stage kl diverged: the gradient of step \d+ is (nan|inf); use"):
         distill(make_recipe(lr=100, weight_decay=100, grad_clip=None, warmup=0))
 
 
