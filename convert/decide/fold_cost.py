@@ -311,7 +311,7 @@ class _Counts:
         plan, inside = self.plan, self.heads * self.width
         steps = plan.refine + 3 * trial_steps(plan.refine)  # three rates are tried in most layers
         shares = (4 * len(SHARES) if plan.refine else 0) + (len(RIDGES) + HELD_BACK if plan.solves else 0)
-        passes = 3 * steps * min(plan.effort.batch, self.sequences) * self.length
+        passes: float = 3 * steps * min(plan.effort.batch, self.sequences) * self.length
         passes += (1 + shares) / HELD_BACK * self.tokens
         work = passes * self._of_folded() + self.tokens * self._of_source()
         tensors = 8 if isinstance(plan.target, LatentTarget) else 4

@@ -60,11 +60,11 @@ def served_shape(source: Source, options: DraftOptions, profile: Profile) -> Ser
     """
     sizes = options.sizes
     check_options("mla", sizes)
-    for option, value, known in (
+    for option, value, taken in (
         ("slots", options.slots, "uniform"),
         ("rope-dim", sizes.rope_dim, profile.rope),
     ):
-        if value not in (None, known):
+        if value not in (None, taken):
             raise InvalidInput(
                 f"--{option} {value} does not fit: the serving profile {profile} takes "
                 f"{profile.rope} rotary dimensions on a table of rope_theta; leave it out"

@@ -72,14 +72,14 @@ def fold_attention(folding: Folding, number: int) -> tuple[AnyAttention, Loss | 
         donor = folding.source.donor(number)
         if donor is not None:
             return _following(its, _Layer(folding=folding, number=donor)), None
-        closed: tuple[Any, Finishing]
+        layer: Any
         if isinstance(folding.target, GroupedTarget):
-            closed = _pooled(its)
+            layer, finishing = _pooled(its)
         elif folding.container.folds_jointly:
-            closed = _joint(its, folding.target)
+            layer, finishing = _joint(its, folding.target)
         else:
-            closed = _latent(its, folding.target)
-        layer, loss = finished(closed[1], closed[0])
+            layer, finishing = _latent(its, folding.target)
+        layer, loss = finished(finishing, layer)
         if its.scale_D is not None:
             layer = with_channels(layer, 1 / its.scale_D)
     trim_memory()
