@@ -1,6 +1,7 @@
 """A layer after its closed form: norms fitted, weights refined, its cache prepared for a format."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -69,9 +70,9 @@ class Finishing:
     plain: Attention
     is_shared: bool = False
 
-    @property
+    @cached_property
     def input_BTD(self) -> Tensor:
-        """Return the inputs of the layer that a norm is fitted on."""
+        """The inputs of the layer that a norm is fitted on."""
         if self.statistics is None:
             return drawn_inputs(self.folding.source, self.number)
         return self.statistics.input_BTD
