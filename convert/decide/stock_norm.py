@@ -92,7 +92,7 @@ def written_dtypes(
             chosen = torch.bfloat16
         attention = {name for layer in source.folded for name in source.reads(layer)}
         own |= dict.fromkeys(attention | checkpoint.packed.keys(), chosen)
-        if not dequantize:
+        if not dequantize and not is_too_small:
             return own, []
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []
