@@ -81,9 +81,8 @@ $(DOCS_VENV)/.installed: requirements/docs.txt
 test: install $(VENV)/.kernels
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Damaged and hostile files; `make test` runs a short form of it. The second command resumes where it was stopped (.hostile/).
+# Damaged and hostile files; `make test` runs a short form of it.
 hostile: install
-	KVFOLD_HOSTILE=all $(BIN)/python -m pytest $(WORKERS) tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile
 
 # Commands stopped at many moments and given again.

@@ -47,13 +47,20 @@ class Place:
     """
 
     def __init__(self, root: Path, hub: Hub) -> None:
-        from .hostile_scene import CALIBRATED, EVALUATED, GQA, LOSSLESS, build, recipe_of_all_stages
-        from .hostile_sources import TOWER, write, write_tower
+        from .scene import (
+            CALIBRATED,
+            EVALUATED,
+            GQA,
+            LOSSLESS,
+            TOWER,
+            build,
+            build_others,
+            recipe_of_all_stages,
+        )
 
         self.inputs, self.work, self.hub = root / "inputs", root / "work", hub
         build(self.inputs)
-        write(self.inputs, "llava")
-        write_tower(self.inputs)
+        build_others(self.inputs)
         for name in ("out.partial", "trained.partial", "e.json.partial"):
             path = self.inputs / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()

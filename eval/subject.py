@@ -5,7 +5,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
 from ..core.memory import free_bytes
 from ..core.processes import from_every, from_first, together
+from ..core.settings import Settings
 from ..core.version import __version__
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
 from ..models.stored_cache import StoredCache
@@ -29,9 +29,11 @@ from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .scores import UNQUANTISED, Live, LogitSource, Scores, gather, pending, score
 from .stored_teacher import OPTION, StoredTeacher, fill
+from .suites.catalogue import SUITES
 from .windows import Limit, TextWindows, cut, limit_of, window_length
 
 Made = TypeVar("Made")
+S = TypeVar("S", bound=Settings)
 _NO_NUMBERS = (
     "device_map",
     "offload_dir",
@@ -69,7 +71,6 @@ class Subject:
         roles: `student`, then `teacher` and `parent` where there are any.
         options: options for loading models and cutting the text.
         text: the text to read; None where no suite reads one.
-        settings: values of the suites' own options, by option name.
         one_at_a_time: only one model may be in memory; call `load` for each use and keep no reference.
         stored: the loaded student's cache in `options.cache_dtype`; None where that is None or nothing is
             loaded.
@@ -80,7 +81,7 @@ class Subject:
         paths: Mapping[str, Path],
         options: Options,
         text: Text | None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Settings | None = None,
         journal: EvaluationJournal | None = None,
     ) -> None:
         """Check that the models can be compared; weights are read only to hash them.
@@ -89,7 +90,7 @@ class Subject:
             InvalidInput: a directory holds no model, there is no such device, two models cannot be compared,
                 or the journal belongs to another evaluation.
         """
-        self.paths, self.options, self.text, self.settings = paths, options, text, dict(settings or {})
+        self.paths, self.options, self.text, self._settings = paths, options, text, settings
         self.roles = tuple(paths)
         self.device, self._dtype = place_of(options)
         self._loaded: dict[str, Loaded] = {}
@@ -126,6 +127,10 @@ class Subject:
             and (name := changed_since(record, teacher, hashes))
         ):
             notice(f"{teacher} has changed since {self.paths['student']} was made from it: {name} differs")
+
+    def asked(self, kind: type[S]) -> S:
+        """Return the options of a suite, which has their class in its row of `SUITES`."""
+        return asked_of(self._settings, kind)
 
     def load(self, role: str) -> Loaded:
         """Return the model, loaded once and kept; with `one_at_a_time` the others are released first.
@@ -273,9 +278,12 @@ class Subject:
 
     def _asked(self) -> dict[str, Any]:
         """Return everything that the numbers depend on."""
-        given = {**asdict(self.options), **self.settings}
+        given = self.options.model_dump(exclude=set(_NO_NUMBERS))
+        for suite in SUITES.values():
+            given |= self.asked(suite.settings).model_dump()
         options = {
-            f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in _NO_NUMBERS
+            f"--{name.replace('_', '-')}": ",".join(map(str, value)) if isinstance(value, tuple) else value
+            for name, value in given.items()
         }
         models = {role: checkpoint.identity for role, checkpoint in self.checkpoints.items()}
         text = {} if self.text is None else {"text": [self.text.name, self.text.sha256]}
@@ -287,6 +295,13 @@ class Subject:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def asked_of(settings: Settings | None, kind: type[S]) -> S:
+    """Return the part of some settings that a class describes, or its defaults where they have none of it."""
+    if settings is None or not kind.model_fields.keys() <= type(settings).model_fields.keys():
+        return kind()
+    return settings.part(kind)
 
 
 def versions() -> dict[str, str]:

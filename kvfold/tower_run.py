@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import optional_path, path_of, public, text_of
+from .arguments import path_of, public, text_of
 from .core.console import is_first, listening, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
-from .core.units import bytes_of
 from .core.version import __version__
 from .results import Folded
 
@@ -107,9 +106,11 @@ def assemble(
         PosixPath('llava-gqa')
     """
     from .convert.towers.assemble import assemble_tower
+    from .convert.towers.request import AssembleRequest
 
-    place, size = optional_path(out, "out"), bytes_of(shard_size, "shard_size")
-    return assemble_tower(path_of(tower, "tower"), text_of(whole, "whole"), place, size)
+    given = {"tower": path_of(tower, "tower"), "whole": text_of(whole, "whole"), "out": out}
+    asked = AssembleRequest.take({**given, "shard_size": shard_size})
+    return assemble_tower(asked.tower, asked.whole, asked.out, asked.shard_size)
 
 
 def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:

@@ -30,9 +30,9 @@ from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
 from .ranking import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
-from .request import PlanRequest, plan_request
+from .request import PlanRequest
 
-__all__ = ["Candidates", "PlanRequest", "plan_request", "recommend"]
+__all__ = ["Candidates", "PlanRequest", "recommend"]
 
 _CONTEXT = 32 * 1024  # tokens of a sequence where the user names no number and the source has as many
 _COLUMNS = (

@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "is not a share of the source's cache",
     ),
     "method of another target": (nothing, (*MLA, "--method", "mean"), "choose from subspace"),
-    "shard size": (nothing, (*MLA, "--shard-size", "many"), "write for example 500MB or 5GB"),
+    "shard size": (nothing, (*MLA, "--shard-size", "many"), "it should be a size, for example 500MB or 5GB"),
     "no config": (lambda source: (source / "config.json").unlink(), MLA, "has no config.json"),
     "config no JSON": (
         lambda source: (source / "config.json").write_text("{"),

@@ -191,13 +191,13 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--teacher", "./absent"], "./absent is not a directory"),
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
-        (["--suite", "pl"], "--suite pl: pl is not a suite; known are ppl, fidelity, storage"),
-        (["--suite", ","], "--suite names nothing; known are ppl"),
+        (["--suite", "pl"], "--suite is 'pl'; pl is not a suite; known are ppl, fidelity, storage"),
+        (["--suite", ","], "--suite is ','; it names nothing; known are ppl"),
         (
             ["--suite", "ppl", "--memory", "1GB"],
             "--memory belongs to the suite cache, which --suite does not name",
         ),
-        (["--memory", "much"], "'much' is not a size"),
+        (["--memory", "much"], "--memory is 'much'; it should be a size, for example 500MB or 5GB"),
         (
             ["--suite", "ppl", "--assert", "kl.mean<1"],
             "names the suite fidelity, which is not run; add it to --suite",

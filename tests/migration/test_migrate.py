@@ -71,7 +71,7 @@ def test_records_name_the_places_where_things_are(whole: Path) -> None:
 
 
 def test_the_card_names_the_command_of_the_search(whole: Path, texts: Path) -> None:
-    options = f"--steps 50%,0.125 --text {texts / 'held.txt'} --train {texts / 'train.txt'} "
+    options = f"--steps 50%,12.5% --text {texts / 'held.txt'} --train {texts / 'train.txt'} "
     options += "--tokens-per-step 2k --window 32 --max-windows 4 --sequences 2 --refine 1 "
     options += "--set evaluate=null --set stages.0.batch_tokens=512"
     command = json.loads((whole / "kvfold.json").read_text())["migrate"]["command"]
@@ -285,12 +285,12 @@ def test_a_wrong_bound_says_what_is_wrong(text: str, sentence: str) -> None:
     [
         ({"steps": "25%,50%"}, "--steps 25%,50%: 50% gives no smaller cache than 25% before it"),
         ({"steps": "30%,25%"}, "25% gives no smaller cache than 30% before it"),
-        ({"steps": "150%"}, "--steps 150% is not a share of the source's cache"),
+        ({"steps": "150%"}, "--steps is '150%'; it should be a share of the source's cache"),
         ({"steps": "50%,"}, "--steps"),
         ({"steps": "5%"}, "--steps 5%: a budget of 12 elements"),
         ({"to": "mqa"}, "does not apply to --to mqa"),
-        ({"tokens-per-step": "many"}, "--tokens-per-step many: it should be a number of tokens"),
-        ({"tokens-per-step": "0"}, "--tokens-per-step 0"),
+        ({"tokens-per-step": "many"}, "--tokens-per-step is 'many'; it should be a number of tokens"),
+        ({"tokens-per-step": "0"}, "--tokens-per-step is '0'; it should be"),
         ({"window": "4096"}, "--window 4096 exceeds the 256 positions"),
         ({"text": "missing.txt"}, "missing.txt is not a file"),
         ({"train": "missing.txt"}, "missing.txt"),

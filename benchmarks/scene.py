@@ -1,4 +1,4 @@
-"""Sound files of every kind that kvfold reads, made once by kvfold itself, for cases that damage one."""
+"""Sound files of every kind that kvfold reads, made by kvfold itself, for `hostile` and `kills`."""
 
 import json
 import os
@@ -13,18 +13,20 @@ import yaml
 from click.testing import CliRunner
 
 from kvfold.cli import main
+from tests.support.quantised import FORMATS, quantise
 from tests.support.tiny import make
+from tests.support.towers import make_multimodal
 
 GQA = ("--to", "gqa", "--kv-heads", "2")
 MLA = ("--to", "mla", "--rank", "full")
 LOSSLESS = ("--calibration", "none")
-MIGRATION = (
-    "--to", "gqa", "--until", "ppl<9x", "--steps", "50%,25%", "--tokens-per-step", "64", "--window", "16",
-    "--max-windows", "2", "--sequences", "2", "--refine", "0", "--set", "evaluate=null",
-)  # fmt: skip
 EVALUATED = ("--suite", "ppl,fidelity", "--window", "16", "--max-windows", "2", "--device", "cpu")
 CALIBRATED = ("--sequences", "2", "--length", "16", "--refine", "0")
 SECRET = "the secret key"
+TOWER = "llava-text"  # the text tower of llava, folded alone
+_SIZES: dict[str, Any] = {
+    "vocab_size": 258, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 257,
+}  # fmt: skip
 
 
 def build(scene: Path) -> None:
@@ -74,11 +76,19 @@ def build(scene: Path) -> None:
     stop_at("step-00000003", "distill", scene / "recipe.yaml")  # two states are whole
 
 
-def extend(scene: Path) -> None:
-    """Add what takes seconds to make: a streamed stage and a migration, both stopped on the way."""
-    stop_at("layer-00001.safetensors", "distill", _stages(scene))
-    texts = ("--text", scene / "text.txt", "--train", scene / "text.jsonl")
-    stop_at("moved", "migrate", scene / "source", *MIGRATION, *texts, "--out", scene / "moved")
+def build_others(scene: Path) -> None:
+    """Add a quantised and a multimodal source, and the text tower of the latter, folded alone."""
+    form = FORMATS["compressed int4 with zeros"]
+    plain = make(scene / "plain", form.family, equal_heads=True, intermediate_size=64, **_SIZES)
+    quantise(plain, scene / "quantised", form)
+    make_multimodal(scene / "llava", "llava", **_SIZES)
+    for name in ("quantised", "llava"):
+        for file in ("tokenizer.json", "chat_template.jinja"):
+            (scene / name / file).unlink(missing_ok=True)
+        save_tokenizer(scene / name)
+    shutil.rmtree(plain)
+    shutil.rmtree(scene / "quantised-twin", ignore_errors=True)
+    run("convert", scene / "llava", *GQA, *LOSSLESS, "--text-only", "--out", scene / TOWER)
 
 
 def run(*words: Any) -> None:
@@ -129,8 +139,7 @@ def _parquet(file: Path, documents: list[str]) -> None:
 
 def _source(directory: Path, **options: Any) -> None:
     """Write a checkpoint with equal heads, of which a fold to fewer loses nothing."""
-    sizes = {"vocab_size": 258, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 257}
-    make(directory, equal_heads=True, **sizes, **options)
+    make(directory, equal_heads=True, **_SIZES, **options)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (directory / name).unlink()
     save_tokenizer(directory)
@@ -166,17 +175,6 @@ def _recipe(scene: Path) -> None:
     (scene / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     request = {"model": str(scene / "source"), "to": "gqa", "kv_heads": 2, "calibration": "none"}
     (scene / "request.yaml").write_text(yaml.safe_dump(request))
-
-
-def _stages(scene: Path) -> Path:
-    """Write a recipe that begins with a streamed stage."""
-    recipe = yaml.safe_load((scene / "recipe.yaml").read_text())
-    align = {"tokens": 64, "batch_tokens": 32, "micro_batch": 2, "lr": 1e-3, "train": "attention"}
-    stream = {**align, "name": "stream", "mode": "stream", "losses": {"attention_output": 1.0}}
-    recipe |= {"output": str(scene / "aligned"), "stages": [stream, *recipe["stages"]]}
-    file = scene / "stages.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    return file
 
 
 def recipe_of_all_stages(scene: Path, work: Path) -> Path:
