@@ -213,6 +213,8 @@ class FoldRequest(MLA, GQA):
     """Write all weights of a quantised source unquantised; otherwise only attention is."""
     text_only: bool = False
     """Write the folded text tower of a multimodal model alone, as a causal language model."""
+    ignore_code: bool = False
+    """Fold a checkpoint that names a class in code of its own as transformers' class of its model_type."""
     shard_size: Annotated[Bytes, Field(ge=1)] = SHARD_SIZE
     """Largest size of a weight file."""
     verify: Literal["full", "lint", "none"] = "lint"
@@ -272,7 +274,7 @@ _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
     "latent_norm", "cache_dtype", "engines", "slots", "calibration", "effort", "sequences", "length", "seed",
     "context", "refine", "shard_size", "method", "revision", "dtype", "dequantize",
-    "text_only",
+    "text_only", "ignore_code",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.hub import check_new_name
@@ -263,14 +264,19 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
         found = read_header(file)
-        listed = {name for name in named[file.name] if not _BUFFERS.search(name)}
-        there = {name for name, entry in found.items() if _is_read(name, entry, packed)}
-        wrong = sorted(listed - found.keys()) + sorted(there - named[file.name])
+        wrong = sorted({name for name in named[file.name] if not _BUFFERS.search(name)} - found.keys())
         if wrong:  # before the next shard is read, so that no number of them fills the memory
             more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
             raise InvalidInput(
                 f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
                 "again"
+            )
+        there = {name for name, entry in found.items() if _is_read(name, entry, packed)}
+        unlisted = sorted(there - named[file.name])
+        if unlisted:
+            notice(
+                f"{directory / INDEX} does not list {len(unlisted)} tensors of {file.name}, e.g. "
+                f"{printable(unlisted[0])}; they are left out"
             )
         entries |= {name: found[name] for name in named[file.name] & found.keys()}
     return {name: entries[name] for name in weight_map if name in entries}

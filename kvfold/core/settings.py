@@ -34,7 +34,7 @@ class Settings(BaseModel):
     def _numbers_are_numbers(cls, value: object, info: ValidationInfo) -> object:
         parts = _parts(cls.model_fields[str(info.field_name)].annotation)
         if int in parts and not isinstance(value, int) and isinstance(value, Integral):  # of numpy
-            return int(value)  # type: ignore[unreachable] # mypy knows no numpy here
+            return int(value)
         if bool in parts or not (int in parts or float in parts):  # pydantic reads true as 1
             return value
         reason = _KINDS["int" if int in parts else "float"]

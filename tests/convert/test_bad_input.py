@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "rank of other digits": (
         nothing,
         ("--to", "mla", "--rank", "²", "--engine", "vllm"),
-        "--rank ² does not",
+        "--rank is '²'; it should be a whole number",
     ),
     "rank of many digits": (
         nothing,
@@ -161,7 +161,11 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "has no model.layers.1.self_attn.v_proj.weight",
     ),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
-    "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
+    "missing size": (
+        config_with(num_attention_heads=None),
+        MLA,
+        "cannot read config.json: Field 'num_attention_heads' expected int",
+    ),
     "unknown family": (
         config_with(model_type="mamba"),
         MLA,
