@@ -23,9 +23,9 @@ from torch import Tensor
 
 from kvfold.core.console import Command, show_table
 from kvfold.core.errors import InvalidInput
+from kvfold.engines.probes.probe import PROMPT, compared, greedy_gap, growth, logits, written
+from kvfold.engines.verify import EXACT, LENGTH, SEQUENCES, TIE
 from kvfold.models.remote_code import carries_own_code
-from kvfold.verification.probe import PROMPT, compared, greedy_gap, growth, logits, written
-from kvfold.verification.verify import EXACT, LENGTH, SEQUENCES, TIE
 
 from .folds import Fold, make_folds
 from .machine import save

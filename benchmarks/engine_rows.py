@@ -12,8 +12,8 @@ import click
 from kvfold.checkpoints.record import read_record
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
-from kvfold.verification.fresh_process import NEAR, ROUNDED
-from kvfold.verification.verify import verify
+from kvfold.engines.fresh_process import NEAR, ROUNDED
+from kvfold.engines.verify import verify
 
 from .folds import FOLDS, Fold, make_folds
 from .saved_rows import SavedRows

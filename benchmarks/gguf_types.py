@@ -24,9 +24,9 @@ from torch import Tensor
 from kvfold.checkpoints.record import sha256
 from kvfold.convert.cli import main as convert
 from kvfold.core.console import Command, show_table
+from kvfold.engines.engine_runs import CONTEXT, LETTERS_PER_TOKEN
+from kvfold.engines.llama_programs import LlamaCpp, read_base
 from kvfold.texts.corpus import read_text
-from kvfold.verification.engine_runs import CONTEXT, LETTERS_PER_TOKEN
-from kvfold.verification.llama_programs import LlamaCpp, read_base
 
 from .folds import DEMO, HEAD, widen
 from .machine import RESULTS

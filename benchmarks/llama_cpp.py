@@ -14,12 +14,12 @@ from typing import Any
 import click
 
 from kvfold.convert.cli import main as convert
-from kvfold.convert.decide.engine_rules import lint
 from kvfold.core.console import Command, show_table
+from kvfold.engines.engine_runs import CHUNKS, CONTEXT
+from kvfold.engines.llama_programs import LlamaCpp, LlamaFailure
+from kvfold.engines.rules.engine_rules import lint
+from kvfold.engines.verify import verify
 from kvfold.texts.corpus import read_text
-from kvfold.verification.engine_runs import CHUNKS, CONTEXT
-from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure
-from kvfold.verification.verify import verify
 from tests.support.tiny import make
 
 from .engine_rows import UPDATE, finish

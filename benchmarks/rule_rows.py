@@ -9,10 +9,10 @@ import click
 import torch
 
 from kvfold.convert.cli import main as convert
-from kvfold.convert.decide.engine_rules import RULES, lint
-from kvfold.convert.decide.lint import open_written
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
+from kvfold.engines.rules.engine_rules import RULES, lint
+from kvfold.engines.rules.rule_types import open_written
 from tests.support.tiny import make
 
 from .folds import DEMO, HEAD, SOURCES, widen

@@ -14,7 +14,7 @@ import torch
 
 from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
-from kvfold.verification.fresh_process import NEAR
+from kvfold.engines.fresh_process import NEAR
 
 from .engine_rows import ONLY, UPDATE, run_folds
 from .folds import FAMILIES, FITTED, FOLDS, Fold

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.core.console import Command
 from kvfold.core.errors import InvalidInput
-from kvfold.verification.fresh_process import PROBES, run_apart
+from kvfold.engines.fresh_process import PROBES, run_apart
 
 from .rule_rows import WRONG, finish, fold, ruled, text
 

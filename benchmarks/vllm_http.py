@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert.cli import main as convert
 from kvfold.core.console import Command, show_table
 from kvfold.core.errors import InvalidInput
-from kvfold.verification.fresh_process import NEAR
-from kvfold.verification.probe_vllm import ENVIRONMENT
+from kvfold.engines.fresh_process import NEAR
+from kvfold.engines.probes.probe_vllm import ENVIRONMENT
 
 from .engine_rows import UPDATE
 from .folds import DEMO, HEAD, widen

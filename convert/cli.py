@@ -60,7 +60,7 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
 
 def _show(folded: "Folded", as_json: bool) -> None:
     """Show what was written, in the first of several processes; exit code 3 where it fails its check."""
-    from ..verification.verify import FAILED
+    from ..engines.verify import FAILED
 
     if not is_first():
         return

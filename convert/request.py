@@ -21,9 +21,9 @@ from ..core.errors import InvalidInput
 from ..core.option_types import Bytes, Place, Tokens, as_list
 from ..core.settings import LARGEST_SEED, Settings, sentence_of, suggest
 from ..core.untrusted import read_yaml, shorten
+from ..engines.rules.engine_names import EngineName
 from ..texts.calibration_name import names_statistics
 from .algebra.target import Sizes
-from .decide.engines import EngineName
 from .efforts import EFFORTS, EFFORTS_EXPLAINED, Effort, EffortName
 
 SHARD_SIZE = 5 * 10**9  # bytes

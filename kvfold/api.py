@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from .convert.request import GQA, MLA, MQA
     from .distill.recipe.recipe import Recipe
+    from .engines.verify import VerificationReport
     from .planning.recommendation import Candidates
-    from .verification.verify import VerificationReport
 
 
 @overload
@@ -273,8 +273,8 @@ def verify(
         >>> kvfold.verify(work / "folded", run=False).failures
         []
     """
-    from .verification.request import VerifyRequest
-    from .verification.request import carry_out as check
+    from .engines.request import VerifyRequest
+    from .engines.request import carry_out as check
 
     given = {"directory": directory_of(directory), "engines": engines, "source": source, "run": run}
     given |= {"cache_dtype": cache_dtype, "llama_cpp": llama_cpp, "renew_code": renew_code}

@@ -106,7 +106,7 @@ def _fold(request: FoldRequest) -> Folded:
     """Fold a causal language model; arguments and result are those of `carry_out`."""
     from .convert.settle.preparation import output_of, prepare
     from .convert.write.rewrite import check_begun, rewrite
-    from .verification.verify import verify_fold
+    from .engines.verify import verify_fold
 
     with listening() as heard:
         plan = prepare(request, check=check_begun)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .convert.request import FoldRequest
-    from .verification.verify import VerificationReport
+    from .engines.verify import VerificationReport
 
 _LOADED_DTYPES = ("auto", "float32", "bfloat16", "float16")  # of `Folded.load`
 

@@ -196,7 +196,7 @@ def _known(directory: Path, record: dict[str, Any], request: FoldRequest) -> Fol
 
 def _verified(folded: Folded) -> Folded:
     """Return a finished fold with the verification that its request asks for."""
-    from .verification.verify import verify_fold
+    from .engines.verify import verify_fold
 
     if not is_first():
         return folded

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ...engines.rules.engine_names import check_engines
 from ..algebra.target import LatentTarget, Target, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
@@ -21,8 +22,7 @@ from ..methods.query_rank import planned_losses, query_notices
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
 from .draft_options import DraftOptions
-from .engine_choice import choose_plan, engine_notices, format_notices
-from .engines import SERVED, are_served, check_engines, containers_for
+from .engine_choice import SERVED, are_served, choose_plan, containers_for, engine_notices, format_notices
 from .form import choose_form, choose_rope, latent_container, target_of
 from .plan import Draft, Plan, PlannedLayer
 from .profile_choice import plan_profiles, served_notices

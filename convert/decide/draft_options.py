@@ -13,7 +13,7 @@ class DraftOptions:
 
     Attributes:
         sizes: of the target.
-        container: one of `engines.containers_for`.
+        container: one of `engine_choice.containers_for`.
         slots: the kind of rotary slots; None: open.
         engines: that must run the output.
         profile: the widths that they take; None where they take any.

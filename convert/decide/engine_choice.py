@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
+from ...engines.rules.engine_names import ENGINES
+from ...engines.rules.engine_rules import format_findings, lint_written
+from ...engines.rules.output_kinds import UNKNOWN
+from ...engines.rules.rule_types import LintFinding, Written
 from ...models.remote_code import HERE
-from .engine_rules import lint_written
-from .engines import ENGINES, SERVED
-from .lint import LintFinding, Written
 from .plan import Draft
-from .rules.cache_formats import format_findings
-from .rules.engine_pairs import UNKNOWN
 
+SERVED = "serving"  # the stock class in the widths that engines have kernels for
 _FORMS = {
     "remote": "code of its own (--container remote)",
     SERVED: "the stock class for serving (--container stock)",
@@ -62,6 +62,30 @@ class EngineChoice:
     draft: Draft
     reasons: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
+
+
+def are_served(engines: Sequence[str]) -> bool:
+    """Return whether one of the engines runs the stock class in the serving widths only."""
+    return any(engine != "transformers" for engine in engines)
+
+
+def containers_for(engines: Sequence[str], to: str, container: str | None) -> tuple[str, ...]:
+    """Return the output formats to try, the least lossy first.
+
+    Args:
+        engines: that must run the output; none where no engine was named.
+        to: `gqa`, `mqa` or `mla`.
+        container: the user's choice of `auto`, `stock` or `remote`; None is `auto`.
+    """
+    choice = container or "auto"
+    if to != "mla" or not are_served(engines):
+        return (choice,)
+    if choice == "stock":
+        return (SERVED,)
+    if choice == "remote":
+        return ("remote",)
+    # Slots of any frequency lose less than those of the stock table, but need code of their own.
+    return ("remote", SERVED)
 
 
 def choose_plan(

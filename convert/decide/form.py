@@ -22,7 +22,7 @@ from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slots_of
 from .draft_options import DraftOptions
-from .engines import SERVED, are_served
+from .engine_choice import SERVED, are_served
 from .plan import Draft
 
 CHOSEN = "rotation is "  # how the notice of a choice between the forms begins

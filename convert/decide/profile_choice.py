@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...core.errors import InvalidInput
+from ...engines.rules.output_kinds import HARDWARE, takes_any_width
 from ..algebra.target import Geometry, LatentTarget, Sizes, Target, budget_elements, from_options
 from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
 from .draft_options import DraftOptions
 from .per_rank import rank_notices
 from .plan import Draft
-from .rules.engine_pairs import HARDWARE, takes_any_width
 from .serving_shape import saves_nothing
 
 # Nats per token by which the narrow profile may be predicted to lose more than the wide one, whose cache is

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ...core.errors import InvalidInput
+from ...engines.rules.engine_names import ENGINES
+from ...engines.rules.output_kinds import takes_any_width
 from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, share_of
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
@@ -22,8 +24,8 @@ from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
 from .draft_options import DraftOptions
-from .engines import ENGINES, TYING
-from .rules.engine_pairs import takes_any_width
+
+_TYING = frozenset({"transformers", "llama.cpp"})  # run the stock class with its embeddings as its head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,7 @@ def served_container(
         target=target,
         rope={"rope_type": "default", "rope_theta": theta},
         biases=False,
-        block=replace(block.scaled(scale), untied=not set(engines) <= TYING),
+        block=replace(block.scaled(scale), untied=not set(engines) <= _TYING),
         served=Served(
             profile=profile,
             nope=widths[0],

@@ -1,7 +1,7 @@
 """The widths and the epsilon that other engines take the stock latent class in, and an output in them.
 
-vLLM, SGLang and llama.cpp have kernels for few widths, one epsilon and no biases; decide/engine_rules.py says
-what they do with anything else. A narrower fold is padded with zeros, which changes no score and no sum.
+vLLM, SGLang and llama.cpp have kernels for few widths, one epsilon and no biases; engine_rules.py says what
+they do with anything else. A narrower fold is padded with zeros, which changes no score and no sum.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from ...core.untrusted import printable
 from .card_markdown import as_code, as_table, as_words, fenced, listed
 
 if TYPE_CHECKING:
-    from ..decide.lint import LintFinding, Written
+    from ...engines.rules.rule_types import LintFinding, Written
 
 CONTEXTS = (4096, 32768, 131072)  # tokens at which the cache's size is shown, as in kvfold convert --dry-run
 # The first release of transformers whose cache keeps a latent instead of expanded keys and values.
@@ -73,7 +73,7 @@ def card_body(
         evaluation: its measured quality.
         further: the weights are not those that the record describes, as after training with another tool.
     """
-    from ..decide.lint import open_written
+    from ...engines.rules.rule_types import open_written
 
     written = open_written(directory)
     parts = [
@@ -300,8 +300,8 @@ def _named(value: Any, record: dict[str, Any], source: str) -> Any:
 
 def _loading(written: Written, place: str) -> list[str]:
     """Return one section per engine: the command that loads the model, or the reasons why it fails."""
-    from ..decide.engine_rules import lint_written
-    from ..decide.rules.engine_pairs import UNKNOWN
+    from ...engines.rules.engine_rules import lint_written
+    from ...engines.rules.output_kinds import UNKNOWN
 
     parts = ["## Loading"]
     for engine, name in _ENGINES.items():

@@ -26,7 +26,7 @@ RESULTS = (
     "kvfold.planning.recommendation.Candidates",
     "kvfold.results.TrainingRun",
     "kvfold.results.Measurements",
-    "kvfold.verification.verify.VerificationReport",
+    "kvfold.engines.verify.VerificationReport",
     "kvfold.results.Quantized",
     "kvfold.results.Published",
     "kvfold.migration.migrate_call.Migrated",

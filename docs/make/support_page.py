@@ -1,11 +1,11 @@
 """The page of what can be folded to what and run where, from the tables that the code obeys."""
 
-from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.decide.rules.engine_pairs import OUTPUTS
-from kvfold.convert.decide.rules.known_classes import CLASSES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.support import Support, support
-from kvfold.verification.engine_table import NAMES, verdict
+from kvfold.engines.engine_table import NAMES, verdict
+from kvfold.engines.rules.engine_names import ENGINES
+from kvfold.engines.rules.evidence import CLASSES
+from kvfold.engines.rules.output_kinds import OUTPUTS
 
 from .markdown import table
 

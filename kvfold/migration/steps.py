@@ -33,11 +33,11 @@ from ..core.machine_rates import measure_rates
 from ..core.untrusted import read_json
 from ..core.work import WorkDir, discard_finished
 from ..distill.run.job import distill
+from ..engines.fresh_process import reason_of
+from ..engines.verify import verify
 from ..eval.assertions import Unmet, check
 from ..eval.run import evaluate, reserved
 from ..texts.calibration_name import names_statistics
-from ..verification.fresh_process import reason_of
-from ..verification.verify import verify
 from .outcome import arrive, check_places, find_report
 from .request import Migration, Step, claimed_for
 from .request_reader import naming_options

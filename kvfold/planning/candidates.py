@@ -13,7 +13,6 @@ from ..convert.algebra.subspaces import decomposing
 from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import unfit
-from ..convert.decide.engines import ENGINES, read_engines
 from ..convert.decide.plan import Plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
@@ -23,6 +22,7 @@ from ..convert.towers.tower_targets import check_request, tower_request
 from ..convert.towers.whole_checkpoint import whole_config
 from ..convert.towers.whole_output import Surroundings, WholeOutput
 from ..core.errors import InvalidInput
+from ..engines.rules.engine_names import ENGINES, read_engines
 
 _MOVED = "statistics will choose slots that are not on its table of frequencies"
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA

@@ -10,7 +10,6 @@ from ..convert.calibration.study import read_saved, study
 from ..convert.calibration.text_length import at_context
 from ..convert.decide.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
-from ..convert.decide.rules.engine_pairs import takes_any_width
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
@@ -25,6 +24,7 @@ from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.units import read_share, show_bytes
+from ..engines.rules.output_kinds import takes_any_width
 from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of

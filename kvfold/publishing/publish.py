@@ -20,7 +20,7 @@ from ..core.untrusted import printable
 from ..results import Published
 
 if TYPE_CHECKING:
-    from ..verification.verify import VerificationReport
+    from ..engines.verify import VerificationReport
     from .parcel import Publication
 
 
@@ -107,8 +107,8 @@ def _verified(directory: Path, asked: str | None) -> VerificationReport:
         asked: `full`, `lint`, or None for a run only where the source is available.
     """
     from ..checkpoints.record import directory_at, read_record
-    from ..verification.fresh_process import NotRun, reason_of
-    from ..verification.verify import verify
+    from ..engines.fresh_process import NotRun, reason_of
+    from ..engines.verify import verify
 
     record = read_record(directory)
     is_available = record is not None and directory_at(record["source"]["path"]) is not None
@@ -186,7 +186,7 @@ def main(as_json: bool, **options: Any) -> None:
     changed. The same command resumes an interrupted upload. Only the files of a checkpoint and kvfold's
     measurements of it are uploaded; the others are listed as left out.
     """
-    from ..verification.verify import FAILED
+    from ..engines.verify import FAILED
 
     asked = read_options(PublishRequest, options)
     directory, repository, private = asked.directory, asked.repository, asked.private

@@ -8,10 +8,10 @@ from pydantic import BaseModel
 
 import kvfold
 from docs.make import api_page, commands_page, keys_page, runs_page, support_page
-from kvfold.convert.decide.engine_rules import RULES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.request import FoldRequest
 from kvfold.distill.recipe.recipe_file import SECTIONS
+from kvfold.engines.rules.engine_rules import RULES
 
 from ..support.shown_code import ROOT
 

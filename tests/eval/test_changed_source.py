@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints.record import other_weights, read_record, write_record
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
+from kvfold.engines.cli import main as verify
+from kvfold.engines.verify import verify as check
 from kvfold.eval import subject
 from kvfold.eval.cli import main as evaluate
 from kvfold.eval.suites import perplexity
 from kvfold.texts.corpus import read_text
-from kvfold.verification.cli import main as verify
-from kvfold.verification.verify import verify as check
 
 from .conftest import Make
 

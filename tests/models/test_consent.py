@@ -21,11 +21,11 @@ from kvfold.convert.formats.remote import AUTO_MAP, FILES, HERE
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
+from kvfold.engines.verify import verify
 from kvfold.models.causal_lm import load, load_model, load_tokenizer
 from kvfold.models.code_files import clean_copy, foreign_code
 from kvfold.models.load_options import LoadOptions
 from kvfold.models.remote_code import EARLIER, carries_own_code
-from kvfold.verification.verify import verify
 
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer

@@ -6,7 +6,7 @@ from click.testing import CliRunner, Result
 
 from kvfold.cli import main
 from kvfold.convert.cli import main as command
-from kvfold.convert.decide.engine_rules import lint
+from kvfold.engines.rules.engine_rules import lint
 
 WEIGHTS = ("--calibration", "none")
 GQA = ("--to", "gqa", "--kv-heads", "2", *WEIGHTS)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from kvfold.cli import main
-from kvfold.convert.decide.engines import containers_for
+from kvfold.convert.decide.engine_choice import containers_for
 from kvfold.convert.formats.serving_widths import SERVING
 
 from ...support.folds import FOR_ALL, WEIGHTS, WIDE, attempt, failing

@@ -18,12 +18,12 @@ from kvfold.convert.methods.pooling import by_dimension, mean, subspace
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
+from kvfold.engines.probes.probe import growth
+from kvfold.engines.verify import _cache
 from kvfold.eval.suites.cache import count, predicted
 from kvfold.models.causal_lm import load, load_model
 from kvfold.models.load_options import LoadOptions
 from kvfold.models.positions import positions_behind
-from kvfold.verification.probe import growth
-from kvfold.verification.verify import _cache
 
 from ...support.documents import write_documents
 from ...support.folds import attempt
@@ -205,7 +205,7 @@ def test_mla_of_normed_keys_that_do_not_rotate_is_refused(tmp_path: Path) -> Non
 
 
 def test_verify_compares_the_number_of_layers_that_grow(folds: dict[str, Path]) -> None:
-    from kvfold.convert.decide.lint import open_written
+    from kvfold.engines.rules.rule_types import open_written
 
     record = json.loads((folds["gqa"] / "kvfold.json").read_text())
     written, each = open_written(folds["gqa"]), record["cache"]["after"]["elements_per_token_per_layer"]

@@ -13,8 +13,8 @@ from kvfold.checkpoints.directory import Checkpoint
 from kvfold.checkpoints.quantised.packed_checkpoint import open_checkpoint
 from kvfold.checkpoints.shards import INDEX
 from kvfold.cli import main
+from kvfold.engines.verify import verify
 from kvfold.models.layered_model import LayeredModel
-from kvfold.verification.verify import verify
 
 from ...support.folds import convert
 from ...support.old_files import IN_LAYERS, add_old_buffers

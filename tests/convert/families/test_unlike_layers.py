@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.cli import main
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
-from kvfold.verification.verify import verify
+from kvfold.engines.verify import verify
 
 from ...support.folds import attempt
 from ...support.tiny import make, same_bytes

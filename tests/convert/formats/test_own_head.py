@@ -17,8 +17,8 @@ from kvfold.checkpoints.directory import Checkpoint
 from kvfold.cli import main
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import open_source
+from kvfold.engines.verify import verify
 from kvfold.models.layered_model import LayeredModel
-from kvfold.verification.verify import verify
 
 from ...support.tiny import make
 

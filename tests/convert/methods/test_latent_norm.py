@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.cli import main
-from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.formats.stock import NORM_WEIGHT
 from kvfold.convert.methods.latent_norm import (
     LatentTokens,
@@ -32,6 +31,7 @@ from kvfold.convert.methods.latent_norm import (
 from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root, raised_root
 from kvfold.convert.methods.refinement import LayerSample
 from kvfold.convert.storage.rounded_length import FEW_STEPS, STEPS, LatentCosts
+from kvfold.engines.rules.engine_rules import lint
 
 from ...support.layers import drawn
 from ...support.tiny import make

@@ -21,8 +21,6 @@ from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import LayerMetric, weights_only
 from kvfold.convert.algebra.subspaces import low_rank
 from kvfold.convert.algebra.target import LatentTarget
-from kvfold.convert.decide.engine_rules import lint
-from kvfold.convert.decide.lint import open_written
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.intact import fold_joint, to_intact
 from kvfold.convert.methods.latent import to_mla
@@ -30,6 +28,8 @@ from kvfold.convert.methods.query_rank import compress, lost_by_queries, query_m
 from kvfold.convert.methods.refinement import LayerSample, refine
 from kvfold.convert.request import fold_request
 from kvfold.convert.settle.settle import make_plan
+from kvfold.engines.rules.engine_rules import lint
+from kvfold.engines.rules.rule_types import open_written
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.layers import FREQUENCIES_F, OWN, D, H, layer, rotate

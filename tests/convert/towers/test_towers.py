@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import kvfold
 from kvfold import MLA
 from kvfold.convert.cli import main
-from kvfold.convert.decide.engine_rules import lint
-from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.decide.rules.engine_pairs import UNKNOWN
 from kvfold.convert.request import fold_request
 from kvfold.convert.towers.tower import find_tower, text_config
 from kvfold.core.errors import InvalidInput
+from kvfold.engines.rules.engine_names import ENGINES
+from kvfold.engines.rules.engine_rules import lint
+from kvfold.engines.rules.output_kinds import UNKNOWN
 from kvfold.eval.suites.cache import predicted
 from kvfold.models.causal_lm import build_empty
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM

@@ -120,7 +120,7 @@ def test_a_converted_checkpoint_has_a_card(outputs: dict[str, Path], layout: str
 
 
 def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path]) -> None:
-    from kvfold.convert.decide.engine_rules import lint
+    from kvfold.engines.rules.engine_rules import lint
 
     commands = {
         "transformers": "from_pretrained",

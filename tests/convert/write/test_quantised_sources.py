@@ -12,10 +12,10 @@ from torch import Tensor
 
 import kvfold
 from kvfold.convert.decide.engine_choice import ENGINES, judge
-from kvfold.convert.decide.engine_rules import lint
-from kvfold.convert.decide.lint import open_written
 from kvfold.convert.request import FoldRequest
 from kvfold.convert.settle.settle import make_plan
+from kvfold.engines.rules.engine_rules import lint
+from kvfold.engines.rules.rule_types import open_written
 
 from ...support.quantised import FORMATS, Format, quantise
 from ...support.tiny import make

@@ -3,7 +3,6 @@
 `make test-mlx` and `make test-llamacpp` run the engines themselves.
 """
 
-import json
 import struct
 import sys
 from importlib.util import find_spec
@@ -14,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvfold.cli import main
-from kvfold.convert.decide.lint import LintFinding
 from kvfold.core.errors import InvalidInput
-from kvfold.verification import llama_programs
-from kvfold.verification.engine_runs import run_llama_cpp, started_engines
-from kvfold.verification.llama_programs import LlamaCpp, LlamaFailure, read_base
-from kvfold.verification.verify import verify
+from kvfold.engines import llama_programs
+from kvfold.engines.engine_runs import started_engines
+from kvfold.engines.llama_programs import LlamaCpp, LlamaFailure, read_base
+from kvfold.engines.rules.rule_types import LintFinding
+from kvfold.engines.verify import verify
 
 from ..support.folds import WEIGHTS, attempt
 from ..support.tiny import make
@@ -29,7 +28,7 @@ BASE_LINE = "llama_kv_cache: size = 24.00 MiB ( 256 cells, 6 layers, 16/16 seqs)
 
 def test_only_what_can_be_started_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = ("transformers", "vllm", "mlx", "llama.cpp", "sglang", "tgi")
-    monkeypatch.setattr("kvfold.verification.engine_runs.find_spec", lambda name: name == "mlx_lm" or None)
+    monkeypatch.setattr("kvfold.engines.engine_runs.find_spec", lambda name: name == "mlx_lm" or None)
     started, unasked = started_engines(asked, (), None, run=True)
     assert started == ("mlx",)
     assert [line.split(":")[0] for line in unasked] == [
@@ -171,20 +170,6 @@ def test_a_tokenizer_that_the_converter_does_not_know(home: Path, tmp_path: Path
     write_converter(home, "BPE pre-tokenizer was not recognized")
     assert llama.convert(tmp_path, tmp_path / "out.gguf", "f32").read_text() == "gpt-2"
     assert llama.guessed == [tmp_path]
-
-
-def test_a_tokenizer_that_multiplies_a_text_is_not_started(home: Path, tmp_path: Path) -> None:
-    """The converter, llama.cpp's programs and the probe would all read the text with it."""
-    step = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 100}
-    for name, normalizer in (("ours", None), ("source", step)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
-    llama, ours, source = LlamaCpp.at(home), tmp_path / "ours", tmp_path / "source"
-    checks, _ = run_llama_cpp(llama, ours, None, None)
-    assert "no such class" in checks[0].detail
-    for given in ((source, None), (ours, source)):
-        with pytest.raises(InvalidInput, match="can make a text more than 64 times as long"):
-            run_llama_cpp(llama, *given, None)
 
 
 def test_the_same_tokenizer_is_guessed_once(home: Path, tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
 
-from ..convert.decide.engines import ENGINES, EngineName
 from ..core.cache_dtypes import CacheDtypeName
 from ..core.command_options import Option
 from ..core.console import notice
 from ..core.option_types import Place, as_list
 from ..core.settings import Settings
 from .engine_runs import check_llama_cpp
+from .rules.engine_names import ENGINES, EngineName
 from .verify import VerificationReport, verify
 
 

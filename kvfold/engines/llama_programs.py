@@ -92,7 +92,7 @@ class LlamaCpp:
         if is_unknown:
             if directory not in self.guessed:
                 self.guessed.append(directory)
-            script = Path(__file__).with_name("convert_gguf.py")
+            script = Path(__file__).parent / "probes" / "convert_gguf.py"
             done = self._python([str(script), str(self.home), *arguments])
         if done.returncode:
             raise LlamaFailure(f"{CONVERTER} ended with {_last(done.stderr)}")

@@ -1,11 +1,12 @@
-"""The evidence for each kind of output in each engine, and the widths that hardware has kernels for."""
+"""Kinds of outputs, and what is known of each in each engine: evidence, kernels, formats of the cache."""
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from ...formats.serving_widths import PROFILES
-from ..engines import ENGINES
+from ...convert.formats.serving_widths import PROFILES
 from . import evidence as seen
-from .evidence import Evidence
+from .engine_names import ENGINES
+from .evidence import Evidence, read
 
 UNKNOWN: Final = "not known"
 OTHER_WIDTHS: Final = "other widths"
@@ -149,3 +150,71 @@ def takes_any_width(engine: str, everywhere: bool = True) -> bool:
     """
     rows = [row.takes_any_width for row in HARDWARE if row.engine == engine]
     return engine == "transformers" or (bool(rows) and (all(rows) if everywhere else any(rows)))
+
+
+_GROUPED = ("grouped",)
+_LATENT = ("stock", "decoupled")
+_READ = "2026-11-22"
+_TRANSFORMERS = read("transformers 5.23.0", _READ, "src/transformers/cache_utils.py")
+
+
+class CacheFormats(NamedTuple):
+    """The formats of one engine on one kind of hardware.
+
+    Attributes:
+        engine: of ENGINES.
+        layouts: of LAYOUTS.
+        hardware: where; `any` for no difference that is known.
+        takes: by name of a format the engine's option for it.
+        note: what else matters; empty for nothing.
+        evidence: where it was read.
+    """
+
+    engine: str
+    layouts: tuple[str, ...]
+    hardware: str
+    takes: Mapping[str, str]
+    note: str
+    evidence: Evidence
+
+
+def _options(*names: str, **others: str) -> dict[str, str]:
+    same = {name: f"--kv-cache-dtype {name}" for name in names}
+    return {**same, **{name: f"--kv-cache-dtype {option}" for name, option in others.items()}}
+
+
+_FP8 = _options("fp8_e4m3", "fp8_e5m2")
+_UNSCALED = "scales of FP8 are 1.0 where the checkpoint gives none"
+CACHE_FORMATS = (
+    CacheFormats("vllm", _GROUPED, "CPU", _FP8, "",
+                 read("vLLM 0.32.0", _READ, "vllm/v1/attention/backends/cpu_attn.py")),
+    CacheFormats("vllm", _GROUPED, "GPU",
+                 {**_FP8, **_options("nvfp4", int8="int8_per_token_head", int4="int4_per_token_head")},
+                 "FP8 E4M3 in FlashAttention, FlashInfer and Triton; E5M2 in the last two; int8 and int4 in "
+                 f"Triton alone; NVFP4 in FlashInfer alone; {_UNSCALED}",
+                 read("vLLM 0.32.0", _READ,
+                      "vllm/v1/attention/backends/flash_attn.py, flashinfer.py, triton_attn.py")),
+    CacheFormats("vllm", _LATENT, "CPU", {}, "CPU_MLA keeps the model's dtype",
+                 read("vLLM 0.32.0", _READ, "vllm/v1/attention/backends/mla/cpu_mla.py")),
+    CacheFormats("vllm", _LATENT, "GPU", _options("fp8_e4m3"),
+                 "in Triton MLA, FlashMLA, CUTLASS MLA and FlashInfer MLA; FlashAttention-3 MLA keeps 16 "
+                 f"bits; latent and rotary key share one scale; {_UNSCALED}",
+                 read("vLLM 0.32.0", _READ, "vllm/v1/attention/backends/mla/*.py")),
+    CacheFormats("sglang", ("grouped", "stock"), "any", _FP8,
+                 "not in every attention backend; scales of its fp4_e2m1 are powers of two; " + _UNSCALED,
+                 read("SGLang docs 70310f0", _READ, "docs/advanced_features/quantized_kv_cache.md")),
+    CacheFormats("mlx", ("stock",), "any", {},
+                 "with --kv-bits its cache returns tuples, of which its class transposes the rotary key",
+                 read("mlx-lm 04e6af1", _READ, "mlx_lm/models/deepseek_v3.py, cache.py")),
+    CacheFormats("mlx", _GROUPED, "any", {},
+                 "its own formats have a scale and an offset per 64 numbers (--kv-bits 8 or 4)",
+                 read("mlx-lm 0d3ec31", _READ, "mlx_lm/models/base.py, cache.py")),
+    CacheFormats("transformers", ("grouped", "stock", "decoupled"), "any",
+                 {"fp8_e4m3": "generate(past_key_values=QuantizedCache('fp8', model.config))"},
+                 "its scale is that of the largest number of the first forward pass, which reads exact "
+                 "numbers; its 4 and 8 bits (quanto, hqq) have formats of their own",
+                 _TRANSFORMERS),
+    CacheFormats("transformers", ("intact",), "any", {},
+                 "a QuantizedCache would round the positions that are cached next to the latent",
+                 _TRANSFORMERS),
+)  # fmt: skip

@@ -67,7 +67,7 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         try:
             done = subprocess.run(
-                [sys.executable, "-P", str(Path(__file__).with_name(script))],
+                [sys.executable, "-P", str(Path(__file__).parent / "probes" / script)],
                 input=json.dumps(asked),
                 capture_output=True,
                 text=True,

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ....core.errors import InvalidInput
-from ....core.untrusted import read_json
-from ....models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
-from ...families.recognition import FAMILIES, configured, never_latent
-from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
-from ..expected_tensors import expected_tensors
-from ..lint import Written
-from .known_classes import CLASSES, MULTIMODAL
+from ...convert.families.recognition import FAMILIES, configured, never_latent
+from ...convert.formats.serving_widths import NARROW, NORM_EPSILON, SERVING
+from ...core.errors import InvalidInput
+from ...core.untrusted import read_json
+from ...models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
+from .evidence import CLASSES, MULTIMODAL
+from .expected_tensors import expected_tensors
+from .rule_types import Written
 
 # Widths of the cache that vLLM's latent attention takes, and (nope, rope, value) widths of a head on
 # CUDA.

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ..convert.decide.engines import ENGINES
 from ..core.console import Command, show_json, show_table
+from .rules.engine_names import ENGINES
 
 NAMES = {
     "transformers": "transformers",
@@ -27,15 +27,15 @@ def verdict(output: str, engine: str) -> str:
     """Return what an engine does with a kind of output, in a few words.
 
     Args:
-        output: of `engine_pairs.OUTPUTS`.
+        output: of `output_kinds.OUTPUTS`.
         engine: of ENGINES.
 
     Returns:
         `run` or `read`, if an output that breaks no rule runs there, and how that is known; `no`; `saves no
         cache`; `not known`.
     """
-    from ..convert.decide.lint import FAILING
-    from ..convert.decide.rules.engine_pairs import PAIRS, UNKNOWN
+    from .rules.output_kinds import PAIRS, UNKNOWN
+    from .rules.rule_types import FAILING
 
     evidence = PAIRS[output, engine]
     if evidence is None:
@@ -48,10 +48,10 @@ def verdict(output: str, engine: str) -> str:
 
 def _effects(output: str, engine: str) -> list[str]:
     """Return the effects of the rules that a kind of output breaks by what it is and by its widths."""
-    from ..convert.decide.engine_rules import RULES
-    from ..convert.decide.lint import Written
-    from ..convert.decide.rules.engine_pairs import OUTPUTS
-    from ..convert.decide.rules.rule_checks import OF_WIDTHS
+    from .rules.engine_rules import RULES
+    from .rules.output_kinds import OUTPUTS
+    from .rules.rule_checks import OF_WIDTHS
+    from .rules.rule_types import Written
 
     _, layout, (latent, rope) = OUTPUTS[output]
     example = Written(Path(), {"kv_lora_rank": latent, "qk_rope_head_dim": rope}, {})
@@ -82,9 +82,8 @@ def engine_table(engines: Sequence[str] = ENGINES) -> dict[str, Any]:
         condition, effect, reason, evidence. `hardware`: kernels for 512+64 and 256+64. `cache_formats`:
         number formats that a cache is stored in, by engine, outputs and hardware.
     """
-    from ..convert.decide.engine_rules import RULES
-    from ..convert.decide.rules.cache_formats import CACHE_FORMATS
-    from ..convert.decide.rules.engine_pairs import HARDWARE, LAYOUTS, OUTPUTS, PAIRS
+    from .rules.engine_rules import RULES
+    from .rules.output_kinds import CACHE_FORMATS, HARDWARE, LAYOUTS, OUTPUTS, PAIRS
 
     pairs = []
     for key, (label, *_) in OUTPUTS.items():
@@ -133,7 +132,7 @@ def markdown() -> str:
 
 def _tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the title, the columns and the rows of each table."""
-    from ..convert.decide.rules.engine_pairs import LAYOUTS
+    from .rules.output_kinds import LAYOUTS
 
     engines = list(dict.fromkeys(pair["engine"] for pair in found["pairs"]))
     verdicts = {(pair["output"], pair["engine"]): pair["verdict"] for pair in found["pairs"]}

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
 from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
+from ...convert.families.recognition import is_multimodal
+from ...convert.formats.stock import NORM_WEIGHT
 from ...models.remote_code import MODEL_TYPE, check_form
-from ..families.recognition import is_multimodal
-from ..formats.stock import NORM_WEIGHT
-from .rules.engine_pairs import output_of
-from .rules.evidence import Evidence
+from .evidence import Evidence
+from .output_kinds import output_of
 
 Effect = Literal["prints nonsense", "refuses to load", "saves no cache", "not known", "note"]
 FAILING = ("prints nonsense", "refuses to load")
@@ -53,7 +53,7 @@ class Written:
 
     @property
     def output(self) -> str:
-        """Return the kind of output, of `engine_pairs.OUTPUTS`."""
+        """Return the kind of output, of `output_kinds.OUTPUTS`."""
         return output_of(self.layout, self.cached)
 
     def get(self, field: str, default: Any = 0) -> Any:

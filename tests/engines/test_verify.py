@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 import kvfold
 from kvfold.cli import main
-from kvfold.convert.decide.engine_rules import RULES, lint
-from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.formats.stock import Stock
-from kvfold.verification.verify import verify
+from kvfold.engines.rules.engine_names import ENGINES
+from kvfold.engines.rules.engine_rules import RULES, lint
+from kvfold.engines.verify import verify
 
 from ..support.tiny import make
 

@@ -14,7 +14,7 @@ from .fresh_process import MODULES, Check, run_apart
 from .llama_programs import LlamaCpp, LlamaFailure, read_base
 
 if TYPE_CHECKING:
-    from ..convert.decide.lint import LintFinding
+    from .rules.rule_types import LintFinding
 
 CONTEXT, CHUNKS = 128, 4  # tokens of a window, of which the second half is scored, and windows
 LETTERS_PER_TOKEN = 16  # more than a token has on average
@@ -76,8 +76,8 @@ def engines_to_check(directory: Path, asked: Sequence[str]) -> tuple[str, ...]:
         asked: the engines that the user named.
     """
     from ..checkpoints.quantised.schemes import SCHEMES
-    from ..convert.decide.engines import ENGINES
-    from ..convert.decide.lint import open_written
+    from .rules.engine_names import ENGINES
+    from .rules.rule_types import open_written
 
     scheme = SCHEMES.get(open_written(directory).scheme)
     is_read = scheme is None or not scheme.note

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvfold.verification import probe_sglang
-from kvfold.verification.fresh_process import PROBES, run_apart
+from kvfold.engines.fresh_process import PROBES, run_apart
+from kvfold.engines.probes import probe_sglang
 
 ASKED = {
     "directory": "model",

@@ -9,10 +9,14 @@ from click.testing import CliRunner
 
 from kvfold.cli import main
 from kvfold.convert.decide.engine_choice import unfit
-from kvfold.convert.decide.engine_rules import RULES, lint, lint_written
-from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.decide.lint import FAILING, Written, open_written
-from kvfold.convert.decide.rules.engine_pairs import (
+from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
+from kvfold.engines.engine_table import engine_table, markdown, runs_table, verdict
+from kvfold.engines.rules.engine_names import ENGINES
+from kvfold.engines.rules.engine_rules import RULES, lint, lint_written
+from kvfold.engines.rules.evidence import CLASSES
+from kvfold.engines.rules.output_kinds import (
     HARDWARE,
     LAYOUTS,
     OUTPUTS,
@@ -20,11 +24,7 @@ from kvfold.convert.decide.rules.engine_pairs import (
     UNKNOWN,
     takes_any_width,
 )
-from kvfold.convert.decide.rules.known_classes import CLASSES
-from kvfold.convert.families.recognition import FAMILIES
-from kvfold.convert.request import fold_request
-from kvfold.convert.settle.settle import make_plan
-from kvfold.verification.engine_table import engine_table, markdown, runs_table, verdict
+from kvfold.engines.rules.rule_types import FAILING, Written, open_written
 
 from ..support.folds import WEIGHTS, WIDE, attempt
 from ..support.tiny import make
@@ -159,7 +159,7 @@ def test_a_class_that_every_engine_has_breaks_no_rule() -> None:
 
 
 def test_the_command_prints_what_the_docs_hold() -> None:
-    """After a change of a rule: `python -c "from kvfold.verification.engine_table import markdown; ..."`."""
+    """After a change of a rule: `python -c "from kvfold.engines.engine_table import markdown; ..."`."""
     docs = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
     assert markdown() in docs
     assert runs_table() in docs

@@ -15,16 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..convert.decide.engines import ENGINES
 from ..core.console import notice
 from ..core.grid import Grid, Tabular
 from ..core.units import show_bytes, show_kinds
 from .engine_runs import check_llama_cpp, dequantised_in, engines_to_check, run_llama_cpp, started_engines
 from .fresh_process import PROBES, Check, NotRun, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
+from .rules.engine_names import ENGINES
 
 if TYPE_CHECKING:
-    from ..convert.decide.lint import LintFinding, Written
+    from .rules.rule_types import LintFinding, Written
 
 FAILED = 3  # exit code, distinct from a user's mistake (2) and from a fault of kvfold (1)
 SEQUENCES, LENGTH = 4, 128  # of the text that is compared on
@@ -113,10 +113,9 @@ def verify(
         InvalidInput: there is no checkpoint or no such format, its source is missing, or llama.cpp is not
             where it should be.
     """
-    from ..convert.decide.engine_rules import lint
-    from ..convert.decide.lint import open_written
-    from ..convert.decide.rules.cache_formats import format_findings
     from ..models.code_files import foreign_code
+    from .rules.engine_rules import format_findings, lint
+    from .rules.rule_types import open_written
 
     asked = tuple(dict.fromkeys(engines))
     check_llama_cpp(asked, llama_cpp)
@@ -177,10 +176,10 @@ def _run(
 ) -> tuple[list[Check], dict[str, Any]]:
     """Run the checkpoint, and return the checks and their numbers."""
     from ..checkpoints.record import read_record, source_directory
-    from ..convert.decide.lint import open_written
     from ..models.code_files import clean_copy
     from ..models.dequantised_copy import dequantised_copy
     from ..models.remote_code import is_remote
+    from .rules.rule_types import open_written
 
     record = read_record(directory)
     source = source_directory(directory, "--source") if source is None else source
@@ -320,8 +319,8 @@ def _lossless(record: dict[str, Any] | None, written: Written, source: Path) -> 
     if record is None or record["stage"] != "convert" or not (record.get("target") and record.get("cache")):
         return None
     from ..convert.algebra.target import query_rank
-    from ..convert.decide.lint import open_written
     from ..convert.families.recognition import complete, family_of, geometry_of
+    from .rules.rule_types import open_written
 
     stored = open_written(source)
     if record["target"]["name"] != "mla":
@@ -353,8 +352,8 @@ def _size(written: Written, source: Path | None) -> dict[str, Any]:
     """
     import math
 
-    from ..convert.decide.lint import open_written
     from ..core.memory import free_bytes
+    from .rules.rule_types import open_written
 
     models = [written] + ([] if source is None else [open_written(source)])
     counts = [sum(math.prod(spec.shape) for spec in model.specs.values()) for model in models]

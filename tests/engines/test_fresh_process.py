@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvfold.verification import fresh_process, probe_vllm
-from kvfold.verification.fresh_process import NEAR, Check, NotRun, Packed, compare_served, run_apart, serve
-from kvfold.verification.probe import load
+from kvfold.engines import fresh_process
+from kvfold.engines.fresh_process import NEAR, Check, NotRun, Packed, compare_served, run_apart, serve
+from kvfold.engines.probes import probe_vllm
+from kvfold.engines.probes.probe import load
 
 from ..support.quantised import FORMATS, quantise
 from ..support.tiny import make
@@ -232,7 +233,7 @@ def test_quantised_weights_that_vllm_runs_of_the_source_alone_fail(
         given.append((asked["directory"], asked["dtype"]))
         return dict(SEEN) if asked["directory"] in running else {"failed": "no kernel"}
 
-    monkeypatch.setattr("kvfold.verification.fresh_process.run_apart", probe)
+    monkeypatch.setattr("kvfold.engines.fresh_process.run_apart", probe)
     asked = {"directory": "copy", "dtype": "float32", "trust": False, "latent": False}
     answers = {"own": OWN, "text": [[1]], "prompt": 1, "steps": 1}
     found, _ = serve("vllm", asked, answers, 40, Packed(Path("quantised"), Path("source")))

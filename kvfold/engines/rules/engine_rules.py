@@ -8,11 +8,13 @@ nonsense.
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from .lint import Effect, LintFinding, Rule, Written, open_written
-from .rules import evidence as seen
-from .rules import rule_checks as check
-from .rules.engine_pairs import PAIRS, UNKNOWN
-from .rules.evidence import Evidence
+from ...core.cache_dtypes import cache_dtype
+from . import evidence as seen
+from . import rule_checks as check
+from .engine_names import ENGINES
+from .evidence import Evidence
+from .output_kinds import CACHE_FORMATS, PAIRS, UNKNOWN
+from .rule_types import Effect, LintFinding, Rule, Written, open_written
 
 _STOCK = ("stock",)
 _REMOTE = ("decoupled", "intact")
@@ -205,7 +207,7 @@ def lint(directory: Path, engines: Iterable[str]) -> list[LintFinding]:
 
     Args:
         directory: the checkpoint; of its weights only the latent's norms are read.
-        engines: of engines.ENGINES.
+        engines: of ENGINES.
 
     Raises:
         InvalidInput: there is no checkpoint that can be read.
@@ -226,4 +228,48 @@ def lint_written(written: Written, engines: Iterable[str]) -> list[LintFinding]:
             words = rule.found(written)
             if words:
                 found.append(LintFinding(engine, rule.effect, f"{words}; {rule.why}", rule.engines[engine]))
+    return found
+
+
+def format_findings(layout: str, engine: str, name: str) -> list[LintFinding]:
+    """Return what an engine does with an output whose cache is to be in a number format.
+
+    Args:
+        layout: of `output_kinds.LAYOUTS`.
+        engine: of ENGINES.
+        name: of the format. In bfloat16 every engine that runs an output keeps its cache.
+
+    Returns:
+        A note for each kind of hardware that takes the format, or else one finding that none does, or that it
+        is not known.
+
+    Raises:
+        InvalidInput: there is no such format.
+
+    Example:
+        >>> [finding.effect for finding in format_findings("stock", "vllm", "int4")]
+        ['refuses to load']
+    """
+    assert engine in ENGINES
+    cache_dtype(name)
+    if name == "bfloat16":
+        return []
+    rows = [row for row in CACHE_FORMATS if row.engine == engine and layout in row.layouts]
+    if not rows:
+        words = f"kvfold has not read in which formats it stores such a cache; {name} is one of them or not"
+        return [LintFinding(engine, UNKNOWN, words)]
+    taking = [row for row in rows if name in row.takes]
+    if not taking:
+        known = sorted({known for row in rows for known in row.takes})
+        instead = f"use {' or '.join(known)}" if known else "keep the cache in 16 bits"
+        notes = "; ".join(row.note for row in rows if row.note)
+        words = f"it does not store such a cache in {name}; {instead} ({notes})"
+        return [LintFinding(engine, "refuses to load", words, rows[-1].evidence)]
+    found = []
+    for row in taking:
+        where = "" if row.hardware == "any" else f" on a {row.hardware}"
+        note = f"; {row.note}" if row.note else ""
+        found.append(
+            LintFinding(engine, "note", f"takes {name}{where}: {row.takes[name]}{note}", row.evidence)
+        )
     return found

@@ -7,12 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvfold.cli import main
-from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.decide.rules.cache_formats import CACHE_FORMATS, format_findings
-from kvfold.convert.decide.rules.engine_pairs import LAYOUTS, UNKNOWN
 from kvfold.core.cache_dtypes import CACHE_DTYPES
 from kvfold.core.errors import InvalidInput
-from kvfold.verification.engine_table import engine_table
+from kvfold.engines.engine_table import engine_table
+from kvfold.engines.rules.engine_names import ENGINES
+from kvfold.engines.rules.engine_rules import format_findings
+from kvfold.engines.rules.output_kinds import CACHE_FORMATS, LAYOUTS, UNKNOWN
 
 from ..support import folds
 from ..support.tiny import make

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..algebra.target import Geometry, LatentTarget
-from ..families.family import Family
-from ..families.recognition import FAMILIES, attending, complete, configured, geometry_of
-from ..families.source import shape_of
-from ..families.stored_tensors import attention_shapes, names_outside_attention
-from ..formats.remote import Remote
+from ...convert.algebra.target import Geometry, LatentTarget
+from ...convert.families.family import Family
+from ...convert.families.recognition import FAMILIES, attending, complete, configured, geometry_of
+from ...convert.families.source import shape_of
+from ...convert.families.stored_tensors import attention_shapes, names_outside_attention
+from ...convert.formats.remote import Remote
 
 Shape = tuple[int, ...] | None
 

@@ -1,0 +1,34 @@
+"""Names of the engines that kvfold has rules for."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from ...core.errors import InvalidInput
+
+EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+
+def read_engines(text: str | None) -> tuple[str, ...]:
+    """Return the engines in a comma-separated list, each once; none where there is no list.
+
+    Raises:
+        InvalidInput: the list is empty, or kvfold has no rules for one of them.
+    """
+    if text is None:
+        return ()
+    if not text:
+        raise InvalidInput(f"the list of engines is empty; choose from: {', '.join(ENGINES)}")
+    return check_engines([name.strip() for name in text.split(",")])
+
+
+def check_engines(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the engines of a list, each once.
+
+    Raises:
+        InvalidInput: kvfold has no rules for one of them.
+    """
+    for name in names:
+        if name not in ENGINES:
+            raise InvalidInput(f"--engine {name!r} is unknown; choose from: {', '.join(ENGINES)}")
+    return tuple(dict.fromkeys(names))
