@@ -114,10 +114,6 @@ def main(as_json: bool, **options: Any) -> None:
         "dtype": asked.dtype,
         "variants": _variants(shape, asked),
     }
-    from .reference.costs import claims
-    from .reference.trials import divided_rope_key
-
-    report["claims"] = [asdict(claim) for claim in (*claims(), divided_rope_key())]
     if asked.measure:
         report.update(_measured(shape, source, asked.measure_lengths, asked.devices))
     if plot is not None:
@@ -225,8 +221,8 @@ def _measured(
     """Return times and memory of the source and its folds, and their outputs' distances from it."""
     import torch
 
-    from ..convert.algebra.target import GroupedTarget, LatentTarget
-    from .reference.folding import fold
+    from ..convert.algebra.target import LatentTarget
+    from .reference.folding import fold_to_groups, fold_to_latent
     from .reference.multi_head import MultiHeadAttention
     from .reference.trials import distances, run
 
@@ -247,12 +243,10 @@ def _measured(
     sample_BTD, input_BTD = (_normal(shape.d_model, seed) for seed in (1, 2))
     modules: dict[str, Any] = {"source": source}
     for groups in (n for n in range(shape.kv_heads - 1, 0, -1) if shape.kv_heads % n == 0):
-        modules["MQA" if groups == 1 else f"GQA-{groups}"] = fold(
-            source, GroupedTarget(num_key_value_heads=groups), sample_BTD
-        )
+        modules["MQA" if groups == 1 else f"GQA-{groups}"] = fold_to_groups(source, groups, sample_BTD)
     if bool(shape.rope) == bool(source.frequencies):
         target = LatentTarget(kv_lora_rank=shape.kv_rank, qk_rope_head_dim=shape.rope)
-        modules["MLA"] = fold(source, target, sample_BTD)
+        modules["MLA"] = fold_to_latent(source, target, sample_BTD)
         modules["MLA, absorbed"] = modules["MLA"].absorb()
     away = {name: distances(module, source, input_BTD) for name, module in modules.items()}
     trials = [
@@ -310,10 +304,6 @@ def _show_costs(report: dict[str, Any], counts: Sequence[int]) -> None:
         show_table(
             f"FLOPs of {kind}, a layer", ("", *(f"{n} tokens" for n in counts), "O(.)", "formula"), cells
         )
-    claims = [
-        (c["claim"], c["quoted"], c["computed"], "right" if c["holds"] else "wrong") for c in report["claims"]
-    ]
-    show_table("figures that are often quoted", ("", "quoted", "computed", ""), claims)
 
 
 def _show_measured(report: dict[str, Any]) -> None:

@@ -19,9 +19,7 @@ def multi_head(
     return MultiHeadAttention(D, N, kv_heads, bias=bias, causal=causal, rope_theta=theta).double()
 
 
-def latent(
-    *, causal: bool = True, norms: bool = False, q_rank: int | None = None
-) -> MultiHeadLatentAttention:
+def latent(*, causal: bool = True, q_rank: int | None = None) -> MultiHeadLatentAttention:
     torch.manual_seed(2)
     sizes = {"qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 3}
-    return MultiHeadLatentAttention(D, N, 10, q_rank, **sizes, norms=norms, bias=True, causal=causal).double()
+    return MultiHeadLatentAttention(D, N, 10, q_rank, **sizes, bias=True, causal=causal).double()

@@ -4,7 +4,6 @@ A multiply-add is two FLOPs; softmax, norms, rotation and biases are left out. T
 cache.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}  # bytes of a cached number
@@ -192,32 +191,3 @@ def latent_query(d_model: int, heads: int, latents: int) -> Costs:
 def variants(d_model: int, heads: int, kv_heads: int, head_dim: int) -> list[Costs]:
     """Return the source and every GQA that its key/value heads divide into, down to MQA."""
     return [multi_head(d_model, heads, n, head_dim) for n in range(kv_heads, 0, -1) if kv_heads % n == 0]
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A figure as it is often quoted, next to the computed one."""
-
-    claim: str
-    quoted: str
-    computed: str
-    holds: bool
-
-
-def claims() -> Sequence[Claim]:
-    """Return figures that are often quoted, computed."""
-    mha, gqa, mqa = (multi_head(512, 8, n) for n in (8, 4, 1))
-
-    def share(one: Costs) -> str:
-        return f"{one.cache / mha.cache:.4g}"
-
-    def judged(claim: str, quoted: str, computed: str) -> Claim:
-        return Claim(claim, quoted, computed, quoted == computed)
-
-    return (
-        judged("parameters of MHA, d 512, 8 heads", "1048576", str(mha.total)),
-        judged("parameters of MQA, d 512, 8 heads", "589824", str(mqa.total)),
-        judged("parameters of GQA-4, d 512, 8 heads", "786432", str(gqa.total)),
-        judged("cache of GQA-4 as a share of 8 heads'", "0.25", share(gqa)),
-        judged("cache of MQA as a share of 8 heads'", "0.125", share(mqa)),
-    )

@@ -1,21 +1,17 @@
 """A module folded to fewer key/value heads or to a latent, by the methods for checkpoints.
 
-Legend: heads.py, ../metric.py.
+The algebra is float64 on the CPU; a fold is on its source's device and in its dtype. Legend: heads.py.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...convert.algebra.attention import Attention
 from ...convert.algebra.metric import LayerMetric, weights_only
 from ...convert.algebra.subspaces import matrix_root
 from ...convert.algebra.target import GroupedTarget, LatentTarget
-from ...convert.calibration.layer_metric import of_keys
-from ...convert.calibration.statistics import LayerStatistics
 from ...convert.methods import table as methods
 from ...convert.methods.allocation import allocate
 from ...convert.methods.grouping import GAIN, arrangements, reordered
@@ -28,110 +24,64 @@ from .multi_head import MultiHeadAttention
 
 SPAN = 4096  # distances that a fold by weights alone allows for
 
-Seen = LayerStatistics | Tensor | None
 
+def fold_to_groups(
+    source: MultiHeadAttention, groups: int, sample_BTD: Tensor | None = None, method: str = methods.OWN
+) -> MultiHeadAttention:
+    """Return a module with fewer key/value heads that computes nearly the same.
 
-@overload
-def fold(
-    module: nn.Module,
-    target: GroupedTarget,
-    statistics: Seen = None,
-    *,
-    method: str | None = None,
-    span: int = SPAN,
-) -> MultiHeadAttention: ...
-
-
-@overload
-def fold(
-    module: nn.Module,
-    target: LatentTarget,
-    statistics: Seen = None,
-    *,
-    method: str | None = None,
-    span: int = SPAN,
-) -> MultiHeadLatentAttention: ...
-
-
-def fold(
-    module: nn.Module,
-    target: GroupedTarget | LatentTarget,
-    statistics: Seen = None,
-    *,
-    method: str | None = None,
-    span: int = SPAN,
-) -> MultiHeadAttention | MultiHeadLatentAttention:
-    """Return a new module with a smaller cache that computes nearly the same.
-
-    As many groups as heads is exact. So is MLA with `slots="source"` of a module that rotates, and of full
-    rank of one that does not (there the target has `qk_rope_head_dim=0`).
+    As many groups as heads is exact.
 
     Args:
-        module: a MultiHeadAttention, or torch's own MultiheadAttention, which rotates nothing.
-        target: GQA or MLA. Its slots: `source` keeps all pairs, `allocated` puts slots where they save most,
-            `uniform` takes frequencies at even steps from the module's table.
-        statistics: of the layer (`kvfold convert --save-statistics`), or a sample of its input (B, T, D) from
-            which they are taken here; None folds by the weights alone.
-        method: a name from `methods.names(target)`, the default when None; rules of others are for
-            checkpoints.
-        span: distances that attention reaches, where they are not measured.
+        source: the module.
+        groups: new key/value heads, a divisor of the source's.
+        sample_BTD: input of which statistics are taken; None folds by the weights alone.
+        method: a name from `methods.POOLS`.
+    """
+    if source.head_dim % 2:
+        raise InvalidInput(f"heads of width {source.head_dim} have no rotary pairs; the width must be even")
+    attention = source.weights().to(torch.float64, "cpu")
+    metric = _metric(source, attention, sample_BTD)
+    if method == methods.OWN:
+        order, gain = arrangements(attention, metric, groups)[0]
+        if gain > GAIN:
+            attention, metric = reordered(attention, metric, order)
+    target = GroupedTarget(num_key_value_heads=groups)
+    pooled = methods.POOLS[method](attention, target, metric, _table(source))
+    made = MultiHeadAttention.from_weights(pooled, source.frequencies, causal=source.causal)
+    return made.to(source.q_proj.weight)
 
-    Returns:
-        A module on the source's device and in its dtype; the algebra is float64 on the CPU.
+
+def fold_to_latent(
+    source: MultiHeadAttention, target: LatentTarget, sample_BTD: Tensor | None = None
+) -> MultiHeadLatentAttention:
+    """Return a module with a latent cache that computes nearly the same.
+
+    MLA with `slots="source"` of a module that rotates is exact, and so is full rank of one that does not
+    (there the target has `qk_rope_head_dim=0`).
+
+    Args:
+        source: the module.
+        target: widths. Its slots: `source` keeps all pairs, `allocated` puts slots where they save most,
+            `uniform` takes frequencies at even steps from the module's table.
+        sample_BTD: input of which statistics are taken; None folds by the weights alone.
 
     Raises:
         InvalidInput: the target does not fit the module.
     """
-    source = _plain(module)
-    weight = source.q_proj.weight
     attention = source.weights().to(torch.float64, "cpu")
-    metric = _metric(source, attention, statistics, span)
-    if isinstance(target, GroupedTarget):
-        folded: MultiHeadAttention | MultiHeadLatentAttention = _pooled(
-            source, attention, target, metric, method
-        )
+    metric = _metric(source, attention, sample_BTD)
+    slots: list[float] = []
+    if source.frequencies:
+        bands = _bands(attention, _table(source), target, metric)
+        folded = to_mla(attention, target, _table(source), bands, metric)
+        slots = [band.frequency for band in bands for _ in range(band.slots)]
     else:
-        folded = _latent(source, attention, target, metric, method)
-    return folded.to(weight)
-
-
-def halvings(
-    module: nn.Module,
-    statistics: LayerStatistics | Tensor | None = None,
-    *,
-    method: str | None = None,
-    between: Callable[[MultiHeadAttention], MultiHeadAttention] | None = None,
-) -> list[MultiHeadAttention]:
-    """Fold to h, h/2, ... key/value heads down to an odd number, each from the one before.
-
-    Args:
-        module: as in `fold`; the first of the path.
-        statistics: a sample of the input (B, T, D), or a layer's statistics, which then serve the first step
-            alone.
-        method: as in `fold`.
-        between: what is done to each new module before the next step, for instance its training.
-
-    Returns:
-        All modules, the source first.
-    """
-    path = [_plain(module)]
-    while path[-1].num_kv_heads % 2 == 0:
-        seen = statistics if isinstance(statistics, Tensor) or len(path) == 1 else None
-        folded = fold(
-            path[-1], GroupedTarget(num_key_value_heads=path[-1].num_kv_heads // 2), seen, method=method
-        )
-        path.append(folded if between is None else between(folded))
-    return path
-
-
-def _plain(module: nn.Module) -> MultiHeadAttention:
-    if isinstance(module, MultiHeadAttention):
-        return module
-    if isinstance(module, nn.MultiheadAttention):
-        return MultiHeadAttention.from_torch(module)
-    raise InvalidInput(
-        f"{type(module).__name__} cannot be folded; give a MultiHeadAttention or torch's MultiheadAttention"
-    )
+        most = full_rank(source.d_model, 2 * source.num_kv_heads * source.head_dim, normed=False)
+        target = replace(target, kv_lora_rank=min(target.kv_lora_rank, most))
+        folded = unrotated(to_intact(attention, target, metric))
+    made = MultiHeadLatentAttention.from_weights(folded, slots, causal=source.causal)
+    return made.to(source.q_proj.weight)
 
 
 def _table(source: MultiHeadAttention) -> Tensor:
@@ -139,70 +89,13 @@ def _table(source: MultiHeadAttention) -> Tensor:
     return torch.tensor(source.frequencies or (0.0,) * (source.head_dim // 2), dtype=torch.float64)
 
 
-def _pooled(
-    source: MultiHeadAttention,
-    attention: Attention,
-    target: GroupedTarget,
-    metric: LayerMetric,
-    method: str | None,
-) -> MultiHeadAttention:
-    groups, heads = target.num_key_value_heads, source.num_kv_heads
-    if groups < 1 or heads % groups:
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise InvalidInput(f"{heads} key/value heads do not fold into {groups}; choose from {fitting}")
-    if source.head_dim % 2:
-        raise InvalidInput(f"heads of width {source.head_dim} have no rotary pairs; the width must be even")
-    name = methods.check(target, method)
-    if name == methods.OWN:
-        order, gain = arrangements(attention, metric, groups)[0]
-        if gain > GAIN:
-            attention, metric = reordered(attention, metric, order)
-    pooled = methods.POOLS[name](attention, target, metric, _table(source))
-    return MultiHeadAttention.from_weights(pooled, source.frequencies, causal=source.causal)
-
-
-def _latent(
-    source: MultiHeadAttention,
-    attention: Attention,
-    target: LatentTarget,
-    metric: LayerMetric,
-    method: str | None,
-) -> MultiHeadLatentAttention:
-    if target.rope != "decoupled":
-        raise InvalidInput("these modules have a rotary key next to the latent; use rope='decoupled'")
-    if method not in (None, methods.OWN):
-        raise InvalidInput(f"method {method} does not apply to modules; use {methods.OWN}")
-    if target.kv_lora_rank < 1:
-        raise InvalidInput(f"kv_lora_rank {target.kv_lora_rank} does not fit; choose 1 or more")
-    if not source.frequencies:
-        if target.qk_rope_head_dim:
-            raise InvalidInput(
-                "the module rotates nothing, so there is no rotary key; use qk_rope_head_dim=0"
-            )
-        most = full_rank(source.d_model, 2 * source.num_kv_heads * source.head_dim, normed=False)
-        target = replace(target, kv_lora_rank=min(target.kv_lora_rank, most))
-        return MultiHeadLatentAttention.from_weights(
-            unrotated(to_intact(attention, target, metric)), causal=source.causal
-        )
-    bands = _bands(attention, _table(source), target, metric)
-    folded = to_mla(attention, target, _table(source), bands, metric)
-    if target.slots == "source":  # slots of that exact form lie pair by pair, as the bands do
-        assert len(folded.k_rope_RD) == 2 * sum(band.slots for band in bands)
-    slots = [band.frequency for band in bands for _ in range(band.slots)]
-    return MultiHeadLatentAttention.from_weights(folded, slots, causal=source.causal)
-
-
 def _bands(
     attention: Attention, table_F: Tensor, target: LatentTarget, metric: LayerMetric
 ) -> tuple[Band, ...]:
     heads = len(attention.k_KHD)
-    slots = target.qk_rope_head_dim // 2
     if target.slots == "source":
         return source_bands(table_F, heads)
-    if target.slots not in ("allocated", "uniform"):
-        raise InvalidInput(
-            f"slots {target.slots!r} do not apply to modules; use 'source', 'allocated' or 'uniform'"
-        )
+    slots = target.qk_rope_head_dim // 2
     most = heads * len(table_F) if target.slots == "allocated" else len(table_F)
     if target.qk_rope_head_dim % 2 or not 1 <= slots <= most:
         raise InvalidInput(
@@ -214,24 +107,15 @@ def _bands(
     return uniform_bands(table_F, table_F[torch.arange(slots) * len(table_F) // slots])
 
 
-def _metric(source: MultiHeadAttention, attention: Attention, statistics: Seen, span: int) -> LayerMetric:
-    if statistics is None:
-        return weights_only(attention, span)
-    if isinstance(statistics, LayerStatistics):
-        return of_keys(statistics, attention)
-    if statistics.ndim != 3 or statistics.shape[-1] != source.d_model:
-        raise InvalidInput(
-            f"a sample of shape {tuple(statistics.shape)} does not fit; it must be (B, T, {source.d_model})"
-        )
-    return _from_sample(source, attention, statistics.detach().to("cpu", torch.float64))
-
-
-def _from_sample(source: MultiHeadAttention, attention: Attention, input_BTD: Tensor) -> LayerMetric:
+def _metric(source: MultiHeadAttention, attention: Attention, sample_BTD: Tensor | None) -> LayerMetric:
     """Return the metric of the attention's own output on a sample.
 
     It is that of weights alone, but with the input's second moment: the metric of the same layer behind a
     root of the moment, whose input is isotropic.
     """
+    if sample_BTD is None:
+        return weights_only(attention, SPAN)
+    input_BTD = sample_BTD.detach().to("cpu", torch.float64)
     ones_BT1 = torch.ones_like(input_BTD[..., :1])
     input_XE = torch.cat([input_BTD, ones_BT1], -1).flatten(0, 1)
     moment_EE = input_XE.mT @ input_XE / len(input_XE)

@@ -64,10 +64,8 @@ def frequency_table(
     return tuple(float(frequency) for frequency in frequencies)
 
 
-def positions(input_BTD: Tensor, position_BT: Tensor | None, past: int) -> Tensor:
-    """Return the positions of new tokens: those given, or the next ones, (B, T) or (1, T)."""
-    if position_BT is not None:
-        return position_BT
+def positions(input_BTD: Tensor, past: int) -> Tensor:
+    """Return the positions (1, T) of new tokens behind cached ones."""
     return torch.arange(past, past + input_BTD.shape[1], device=input_BTD.device)[None]
 
 
@@ -90,16 +88,7 @@ def turned(
     return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
 
 
-def attend(
-    q_BNTH: Tensor,
-    k_BNXH: Tensor,
-    v_BNXH: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None = None,
-    valid_BX: Tensor | None = None,
-) -> Tensor:
+def attend(q_BNTH: Tensor, k_BNXH: Tensor, v_BNXH: Tensor, *, scale: float, causal: bool) -> Tensor:
     """Compute softmax(scale · q kᵀ) v over readable tokens (arXiv 1706.03762, equation 1), by fused kernels.
 
     Args:
@@ -108,32 +97,18 @@ def attend(
         v_BNXH: values, of any width.
         scale: of the scores.
         causal: whether a token reads only itself and those before it.
-        mask: boolean, True where a token may be read: (T, X), (B, 1, T, X) or (B, N, T, X).
-        valid_BX: boolean, False at padding, which no token reads.
 
     Returns:
-        (B, N, T, H); zero for a token that may read nothing.
+        (B, N, T, H).
     """
     new, seen = q_BNTH.shape[-2], k_BNXH.shape[-2]
     readers = q_BNTH.shape[1] // k_BNXH.shape[1]
     if readers > 1:
         k_BNXH, v_BNXH = _repeated(k_BNXH, readers), _repeated(v_BNXH, readers)
-    if mask is None and valid_BX is None and (not causal or new == seen):
+    if not causal or new == seen:
         return scaled_dot_product_attention(q_BNTH, k_BNXH, v_BNXH, is_causal=causal, scale=scale)
-    readable = torch.ones(new, seen, dtype=torch.bool, device=q_BNTH.device)
-    if causal:
-        readable = readable.tril(seen - new)
-    if mask is not None:
-        readable = readable & mask
-    if valid_BX is not None:
-        if valid_BX.shape[-1] != seen:
-            raise InvalidInput(
-                f"valid_BX has {valid_BX.shape[-1]} tokens; with those in the cache there are {seen}"
-            )
-        readable = readable & valid_BX[:, None, None, :].bool()
-    mixed = scaled_dot_product_attention(q_BNTH, k_BNXH, v_BNXH, attn_mask=readable, scale=scale)
-    # Kernels differ in what they give a row without keys.
-    return torch.where(readable.any(-1, keepdim=True), mixed, 0)
+    readable = torch.ones(new, seen, dtype=torch.bool, device=q_BNTH.device).tril(seen - new)
+    return scaled_dot_product_attention(q_BNTH, k_BNXH, v_BNXH, attn_mask=readable, scale=scale)
 
 
 def _repeated(rows_BKXH: Tensor, readers: int) -> Tensor:

@@ -5,13 +5,12 @@ Legend: heads.py; V value width, E a head's columns.
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from ...convert.algebra.attention import LatentAttention
-from ...core.errors import InvalidInput
 from .heads import TokenCache, attend, frequency_table, positions, turned
 
 
@@ -34,7 +33,6 @@ class MultiHeadLatentAttention(nn.Module):
         v_head_dim: width V of a head's values.
         rope_theta: base of the rotary table; None: no rotation.
         frequencies: the table itself, radians per token, R / 2 of them, instead of `rope_theta`.
-        norms: RMSNorm on both latents, as DeepSeek has it; the latent is cached behind its norm.
         bias: on the queries, the latent with the rotary key, and the output.
         causal: whether a token reads only itself and those before it.
         scale: of the scores; (P + R)^-½ when None.
@@ -52,70 +50,46 @@ class MultiHeadLatentAttention(nn.Module):
         v_head_dim: int,
         rope_theta: float | None = 10000.0,
         frequencies: Sequence[float] | None = None,
-        norms: bool = False,
         bias: bool = False,
         causal: bool = True,
         scale: float | None = None,
     ) -> None:
         super().__init__()
         nope, rope = qk_nope_head_dim, qk_rope_head_dim
-        self.d_model, self.num_heads, self.kv_lora_rank, self.q_lora_rank = (
-            d_model,
-            num_heads,
-            kv_lora_rank,
-            q_lora_rank,
-        )
+        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = nope, rope, v_head_dim
         self.frequencies = frequency_table(rope, rope_theta, frequencies)
-        self.norms, self.bias = norms, bias
-        self.causal, self.scale, self.absorbed = (
-            causal,
-            (nope + rope) ** -0.5 if scale is None else scale,
-            False,
-        )
+        self.scale = (nope + rope) ** -0.5 if scale is None else scale
+        self.causal, self.absorbed = causal, False
         self.q_a_proj = None if q_lora_rank is None else nn.Linear(d_model, q_lora_rank, bias=False)
-        self.q_a_norm = nn.RMSNorm(q_lora_rank) if norms and q_lora_rank is not None else nn.Identity()
         self.q_b_proj = nn.Linear(
             d_model if q_lora_rank is None else q_lora_rank, num_heads * (nope + rope), bias
         )
         self.kv_a_proj = nn.Linear(d_model, kv_lora_rank + rope, bias)
-        self.kv_a_norm = nn.RMSNorm(kv_lora_rank) if norms else nn.Identity()
         self.kv_b_proj: nn.Module = nn.Linear(kv_lora_rank, num_heads * (nope + v_head_dim), bias=False)
         self.o_proj = nn.Linear(num_heads * v_head_dim, d_model, bias)
 
-    def forward(
-        self,
-        input_BTD: Tensor,
-        *,
-        mask: Tensor | None = None,
-        valid_BX: Tensor | None = None,
-        position_BT: Tensor | None = None,
-        cache: TokenCache | None = None,
-    ) -> Tensor:
+    def forward(self, input_BTD: Tensor, *, cache: TokenCache | None = None) -> Tensor:
         """Attend from new tokens to themselves and to those in the cache, (B, T, D).
 
         Args:
             input_BTD: new tokens.
-            mask: boolean, True where a token may be read: (T, X), (B, 1, T, X) or (B, N, T, X).
-            valid_BX: boolean, False at padding; cached tokens included.
-            position_BT: their positions; the next ones when None.
             cache: of the tokens before, the same for either form; the new ones are added.
         """
-        position = positions(input_BTD, position_BT, cache.tokens if cache else 0)
-        rows_BNTE = (
-            self.q_b_proj(self._query_latent(input_BTD)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        )
+        position = positions(input_BTD, cache.tokens if cache else 0)
+        asked_BTA = input_BTD if self.q_a_proj is None else self.q_a_proj(input_BTD)
+        rows_BNTE = self.q_b_proj(asked_BTA).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         q_nope, q_rope = rows_BNTE.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         q_rope = turned(q_rope, position, self.frequencies, interleaved=True)
-        latent_BTC, k_rope_BTR = self.kv_a_proj(input_BTD).split(
+        latent_BXC, k_rope_BTR = self.kv_a_proj(input_BTD).split(
             [self.kv_lora_rank, self.qk_rope_head_dim], -1
         )
-        latent_BXC = self.kv_a_norm(latent_BTC)
         k_rope_BXR = turned(k_rope_BTR[:, None], position, self.frequencies, interleaved=True)[:, 0]
         if cache is not None:
             latent_BXC, k_rope_BXR = cache.append(latent_BXC, k_rope_BXR)
         if self.absorbed:
-            k_up_NPC, v_up_NVC = self._ups()
+            up_NEC = self.up_weight().unflatten(0, (self.num_heads, -1))
+            k_up_NPC, v_up_NVC = up_NEC.split([self.qk_nope_head_dim, self.v_head_dim], 1)
             q = torch.cat([q_nope @ k_up_NPC, q_rope], -1)
             k = torch.cat([latent_BXC, k_rope_BXR], -1)[:, None]
             v = latent_BXC[:, None]
@@ -125,7 +99,7 @@ class MultiHeadLatentAttention(nn.Module):
             shared = k_rope_BXR[:, None].expand(-1, self.num_heads, -1, -1)
             q = torch.cat([q_nope, q_rope], -1)
             k = torch.cat([k_nope, shared], -1)
-        mixed = attend(q, k, v, scale=self.scale, causal=self.causal, mask=mask, valid_BX=valid_BX)
+        mixed = attend(q, k, v, scale=self.scale, causal=self.causal)
         if self.absorbed:
             mixed = mixed @ v_up_NVC.mT
         output_BTD: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -144,21 +118,6 @@ class MultiHeadLatentAttention(nn.Module):
         made = copy.deepcopy(self)
         made.absorbed = True
         return made
-
-    def settings(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        names = (
-            "d_model",
-            "num_heads",
-            "kv_lora_rank",
-            "q_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        )
-        return {
-            name: getattr(self, name) for name in (*names, "frequencies", "norms", "bias", "causal", "scale")
-        }
 
     @classmethod
     def from_weights(
@@ -205,46 +164,7 @@ class MultiHeadLatentAttention(nn.Module):
                 made.o_proj.bias.copy_(layer.o_D)
         return made
 
-    def compress_queries(self, rank: int) -> Self:
-        """Return a copy whose queries go through a latent.
-
-        It is the truncated SVD of their weights, exact from rank D on.
-
-        Raises:
-            InvalidInput: the queries have a latent already, or the rank does not fit.
-        """
-        most = min(self.q_b_proj.weight.shape)
-        if self.q_a_proj is not None or not 1 <= rank <= most:
-            raise InvalidInput(
-                f"q_lora_rank {rank} does not fit; choose 1 to {most}, for queries without a latent"
-            )
-        made = copy.deepcopy(self)
-        weight = self.q_b_proj.weight.detach()
-        u_ER, s_R, vt_RD = (
-            part.to(weight) for part in torch.linalg.svd(weight.double(), full_matrices=False)
-        )
-        made.q_lora_rank = rank
-        made.q_a_proj = nn.Linear(self.d_model, rank, bias=False).to(weight)
-        made.q_b_proj = nn.Linear(rank, len(weight), bias=self.q_b_proj.bias is not None).to(weight)
-        with torch.no_grad():
-            made.q_a_proj.weight.copy_(vt_RD[:rank])
-            made.q_b_proj.weight.copy_(u_ER[:, :rank] * s_R[:rank])
-            if self.q_b_proj.bias is not None:
-                made.q_b_proj.bias.copy_(self.q_b_proj.bias)
-        return made
-
     def up_weight(self) -> Tensor:
         """Return rows (N(P+V), C) that expand the latent, those of a head together, keys first."""
         assert isinstance(self.kv_b_proj, nn.Linear)
         return self.kv_b_proj.weight
-
-    def _ups(self) -> tuple[Tensor, Tensor]:
-        rows_NEC = self.up_weight().unflatten(0, (self.num_heads, -1))
-        k_up, v_up = rows_NEC.split([self.qk_nope_head_dim, self.v_head_dim], 1)
-        return k_up, v_up
-
-    def _query_latent(self, input_BTD: Tensor) -> Tensor:
-        if self.q_a_proj is None:
-            return input_BTD
-        latent: Tensor = self.q_a_norm(self.q_a_proj(input_BTD))
-        return latent

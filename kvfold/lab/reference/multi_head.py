@@ -66,40 +66,27 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, self.num_kv_heads * self.head_dim, bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias)
 
-    def forward(
-        self,
-        input_BTD: Tensor,
-        *,
-        mask: Tensor | None = None,
-        valid_BX: Tensor | None = None,
-        position_BT: Tensor | None = None,
-        cache: TokenCache | None = None,
-    ) -> Tensor:
+    def forward(self, input_BTD: Tensor, *, cache: TokenCache | None = None) -> Tensor:
         """Attend from new tokens to themselves and to those in the cache, (B, T, D).
 
         Args:
             input_BTD: new tokens.
-            mask: boolean, True where a token may be read: (T, X), (B, 1, T, X) or (B, N, T, X).
-            valid_BX: boolean, False at padding; cached tokens included.
-            position_BT: their positions; the next ones when None.
             cache: of the tokens before; the new ones are added.
         """
-        position = positions(input_BTD, position_BT, cache.tokens if cache else 0)
+        position = positions(input_BTD, cache.tokens if cache else 0)
         q_BNTH = turned(self._heads(self.q_proj(input_BTD)), position, self.frequencies)
         k_BKXH = turned(self._heads(self.k_proj(input_BTD)), position, self.frequencies)
         v_BKXH = self._heads(self.v_proj(input_BTD))
         if cache is not None:
             k_BKXH, v_BKXH = cache.append(k_BKXH, v_BKXH)
-        mixed = attend(
-            q_BNTH, k_BKXH, v_BKXH, scale=self.scale, causal=self.causal, mask=mask, valid_BX=valid_BX
-        )
+        mixed = attend(q_BNTH, k_BKXH, v_BKXH, scale=self.scale, causal=self.causal)
         output_BTD: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output_BTD
 
     @torch.no_grad()
     def probabilities(self, input_BTD: Tensor) -> Tensor:
         """Return each token's attention to each other, (B, N, T, X); rows sum to one."""
-        position = positions(input_BTD, None, 0)
+        position = positions(input_BTD, 0)
         q_BNTH = turned(self._heads(self.q_proj(input_BTD)), position, self.frequencies)
         k_BKXH = turned(self._heads(self.k_proj(input_BTD)), position, self.frequencies)
         score_BNTX = self.scale * q_BNTH @ k_BKXH.repeat_interleave(self.num_heads // self.num_kv_heads, 1).mT
@@ -170,65 +157,6 @@ class MultiHeadAttention(nn.Module):
                 value = biases[name]
                 if bias:
                     linear.bias.copy_(torch.zeros_like(linear.bias) if value is None else value.flatten())
-        return made
-
-    @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, *, causal: bool = False) -> Self:
-        """Return the same function as torch's own module of self-attention, without its dropout.
-
-        Raises:
-            InvalidInput: it has widths or extra tokens that this module lacks.
-        """
-        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-            raise InvalidInput(
-                "this MultiheadAttention has kdim, vdim, add_bias_kv or add_zero_attn; give a plain one"
-            )
-        bias = module.in_proj_bias is not None
-        made = cls(module.embed_dim, module.num_heads, bias=bias, causal=causal).to(module.in_proj_weight)
-        with torch.no_grad():
-            for number, linear in enumerate((made.q_proj, made.k_proj, made.v_proj)):
-                linear.weight.copy_(module.in_proj_weight.chunk(3)[number])
-                if bias:
-                    linear.bias.copy_(module.in_proj_bias.chunk(3)[number])
-            made.o_proj.load_state_dict(module.out_proj.state_dict())
-        return made
-
-    def to_torch(self) -> nn.MultiheadAttention:
-        """Return the same function as torch's own module, batch first.
-
-        Key/value heads are repeated; masks are the caller's.
-
-        Raises:
-            InvalidInput: that module cannot express it.
-        """
-        if (
-            self.frequencies
-            or self.num_heads * self.head_dim != self.d_model
-            or self.scale != self.head_dim**-0.5
-        ):
-            raise InvalidInput(
-                "torch's MultiheadAttention has no rotation, and heads of width D / N with scale (D / N)^-½"
-            )
-        bias = self.q_proj.bias is not None
-        made = nn.MultiheadAttention(self.d_model, self.num_heads, bias=bias, batch_first=True).to(
-            self.q_proj.weight
-        )
-        readers = self.num_heads // self.num_kv_heads
-        linears = (self.q_proj, self.k_proj, self.v_proj)
-        heads = (1, readers, readers)
-
-        def stacked(tensors: list[Tensor]) -> Tensor:
-            parts = [
-                x.unflatten(0, (-1, self.head_dim)).repeat_interleave(r, 0)
-                for x, r in zip(tensors, heads, strict=True)
-            ]
-            return torch.cat(parts).flatten(0, 1)
-
-        with torch.no_grad():
-            made.in_proj_weight.copy_(stacked([linear.weight for linear in linears]))
-            if bias:
-                made.in_proj_bias.copy_(stacked([linear.bias for linear in linears]))
-            made.out_proj.load_state_dict(self.o_proj.state_dict())
         return made
 
     def _heads(self, rows_BTD: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 Legend: heads.py.
 """
 
-import copy
 import time
 import weakref
 from collections.abc import Callable
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .costs import Claim
 from .heads import TokenCache
-from .latent_attention import MultiHeadLatentAttention
 
 REPEATS = 5
 
@@ -139,25 +136,3 @@ def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> tuple[
     relative = float((got_BTD - wanted_BTD).norm() / wanted_BTD.norm())
     cosine = nn.functional.cosine_similarity(got_BTD.double(), wanted_BTD.double(), dim=-1)
     return relative, max(0.0, float(1 - cosine.mean()))
-
-
-@torch.no_grad()
-def divided_rope_key(heads: int = 8, seed: int = 0) -> Claim:
-    """Return whether dividing the shared rotary key by the number of heads equals sharing it.
-
-    Weights are random.
-    """
-    torch.manual_seed(seed)
-    shared = MultiHeadLatentAttention(
-        64, heads, 32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16
-    ).double()
-    divided = copy.deepcopy(shared)
-    divided.kv_a_proj.weight[32:] /= heads
-    input_BTD = 4 * torch.randn(2, 32, 64, dtype=torch.float64)
-    off = distances(divided, shared, input_BTD)[0]
-    return Claim(
-        "a rotary key divided by the number of heads is the one they share",
-        "relative L2 0",
-        f"relative L2 {off:.2g}",
-        off < 1e-9,
-    )
