@@ -23,7 +23,7 @@ from kvfold.core.console import show_table
 from kvfold.models.causal_lm import load_tokenizer
 from kvfold.quantisation.chosen_weights import LATENT
 from kvfold.quantisation.quantize import plan_quantize, write_quantized
-from kvfold.quantisation.scheme_names import SCHEMES
+from kvfold.quantisation.request import SCHEMES
 from kvfold.texts.corpus import read_text
 
 from .machine import save

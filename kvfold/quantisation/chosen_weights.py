@@ -16,7 +16,7 @@ import torch
 
 from ..checkpoints.quantised.packed_tensor import module_of
 from ..core.errors import InvalidInput
-from .scheme_names import GROUPS
+from .request import GROUPS, LEAST_GROUP
 
 if TYPE_CHECKING:
     from ..checkpoints.directory import Checkpoint
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Modules of latent attention, of every container. `kv_a` writes the cache. `kv_b` is absorbed into queries
 # and outputs in decoding, for which engines dequantise it; remote containers multiply its weight directly.
 LATENT = ("kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj")
-LEAST_GROUP = 8  # columns; smaller groups would spend more on scales than they save
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _MIXERS = ("linear_attn", "mamba", "conv")  # layers without attention: states that errors add up in
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..+\.weight$")

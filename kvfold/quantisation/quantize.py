@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from ..convert.families.recognition import is_multimodal
 from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, whole_directory, write_json
-from ..core.untrusted import shorten
 from ..core.version import __version__
 from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
-from .chosen_weights import LATENT, LEAST_GROUP, RoundedWeights, choose_weights
-from .scheme_names import SCHEMES
+from .chosen_weights import LATENT, RoundedWeights, choose_weights
+from .request import SCHEMES
 from .weight_rounding import Rounding, check_package, rounding
 
 STAGE = "quantize"
@@ -98,17 +96,12 @@ def plan_quantize(
         kept: last parts of the names of modules that are left as they are.
 
     Raises:
-        InvalidInput: the scheme is unknown or has no groups, the checkpoint is quantised already or cannot
+        InvalidInput: the scheme has no groups, the checkpoint is quantised already or cannot
             be, compressed-tensors is missing, or the output cannot be written.
     """
-    if scheme not in SCHEMES:
-        raise InvalidInput(f"there is no scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
     if group is not None and not SCHEMES[scheme].grouped:
         raise InvalidInput(f"--group-size has no effect on --scheme {scheme}, whose scales belong to rows")
-    group = None if group is None else _size_of(group)
     check_package()
-    if not directory.is_dir():
-        raise InvalidInput(f"{directory} is not a directory; give the directory of a checkpoint")
     if is_quantised(directory):
         other = "" if is_folded(directory) else ", or fold it with kvfold convert --dequantize"
         raise InvalidInput(
@@ -139,15 +132,6 @@ def plan_quantize(
     return QuantizePlan(
         checkpoint=checkpoint, out=out, scheme=scheme, rounding=made, chosen=chosen, specs=specs, dtype=dtype
     )
-
-
-def _size_of(group: Any) -> int:
-    """Return the columns of a group, which Python may give as an integer of numpy."""
-    if isinstance(group, bool) or not isinstance(group, Integral) or int(group) < LEAST_GROUP:
-        raise InvalidInput(
-            f"group_size is {shorten(group)}; it should be a whole number of at least {LEAST_GROUP}"
-        )
-    return int(group)
 
 
 def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[str, Any]:

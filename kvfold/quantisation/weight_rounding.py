@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checkpoints.shards import TensorSpec
 from ..core.errors import InvalidInput
-from .scheme_names import SCHEMES
+from .request import SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
