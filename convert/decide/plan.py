@@ -13,7 +13,7 @@ from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ...core.version import __version__
 from ..formats.cache_size import cache_size
-from ..formats.copies import Copy
+from ..formats.container import Copy
 from ..layer.fold_inputs import Folding
 from ..methods.query_rank import query_parameters
 from ..methods.slots import Division

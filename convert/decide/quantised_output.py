@@ -15,8 +15,7 @@ from ...checkpoints.quantised.schemes import SCHEMES
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ..families.source import Source
-from ..formats.container import Container
-from ..formats.copies import Copy
+from ..formats.container import Container, Copy
 
 
 def with_stored_parts(source: Source, name: str, copies: Mapping[str, Copy]) -> dict[str, Copy]:

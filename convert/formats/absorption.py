@@ -159,10 +159,6 @@ def _check(name: str, module: Any) -> None:
             f"{name} is a {type(module).__name__}, which another library changed; absorb the model before "
             f"that"
         )
-    if not hasattr(module, "expand_kv"):
-        raise InvalidInput(
-            "this transformers caches expanded keys and values; absorbed decoding needs 5.15 or later"
-        )
     up, weight = module.kv_b_proj, getattr(module.kv_b_proj, "weight", None)
     # FP8 lacks its scale; torchao's tensors are instances of Parameter, but of classes of their own.
     is_real = type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1

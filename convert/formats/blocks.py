@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...checkpoints.shards import TensorSpec
 from ..families.recognition import Block, Family
-from .copies import Copy, unchanged
+from .container import Copy, unchanged
 
 CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say
 _LAST_NORM = "model.norm.weight"

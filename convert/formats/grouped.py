@@ -20,30 +20,18 @@ from .container import Container
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grouped(Container):
-    """One output in this format.
+class FewerHeads(Container):
+    """One output with fewer key/value heads.
 
     Attributes:
         family: the source's row, for names and layout.
         geometry: the source's attention shape.
         target: key/value heads, of layers that have as many as the geometry.
-        biases: the projections that have one.
-        layers: the shape of each layer that is changed, in the source.
     """
-
-    kind: ClassVar[str] = "grouped"
-    keeps_source_config: ClassVar[bool] = True
 
     family: Family
     geometry: Geometry
     target: GroupedTarget
-    biases: frozenset[str]
-    layers: Mapping[int, LayerShape]
-
-    @property
-    def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
-        return self.family.architecture
 
     @property
     def cached(self) -> tuple[int, int]:
@@ -55,6 +43,27 @@ class Grouped(Container):
     def heads(self) -> tuple[int, int]:
         """Return the widths of one head's key and of its value."""
         return self.geometry.head_dim, self.geometry.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(FewerHeads):
+    """One output in the source's own class.
+
+    Attributes:
+        biases: the projections that have one.
+        layers: the shape of each layer that is changed, in the source.
+    """
+
+    kind: ClassVar[str] = "grouped"
+    keeps_source_config: ClassVar[bool] = True
+
+    biases: frozenset[str]
+    layers: Mapping[int, LayerShape]
+
+    @property
+    def architecture(self) -> str:
+        """Return the name of the class that loads the output."""
+        return self.family.architecture
 
     def elements(self, layer: int) -> int:
         """Return how many elements a layer caches per token."""

@@ -15,27 +15,22 @@ from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
-from ..algebra.target import Geometry, GroupedTarget
+from ..algebra.target import GroupedTarget
 from ..families.hosts import HOSTS, Host
 from ..families.packing import outputs, pack, shapes
-from ..families.recognition import Family
 from ..families.source import Source
 from ..methods.latent import source_bands
-from .container import Container
-from .copies import Copy, unchanged
-from .grouped import Grouped, cached_queries
+from .container import Container, Copy, unchanged
+from .grouped import FewerHeads, Grouped, cached_queries
 from .serving import slot_rope
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostClass(Container):
+class HostClass(FewerHeads):
     """One output in this format.
 
     Attributes:
         host: the class, its names and layout.
-        family: the source's row, for its names.
-        geometry: the source's attention shape.
-        target: key/value heads.
         biases: whether the projections have biases.
         rope: rope parameters that turn a head's pairs as the source does, in the half layout over all pairs.
     """
@@ -43,9 +38,6 @@ class HostClass(Container):
     kind: ClassVar[str] = "rehosted"
 
     host: Host
-    family: Family
-    geometry: Geometry
-    target: GroupedTarget
     biases: bool
     rope: Mapping[str, Any]
 
@@ -53,17 +45,6 @@ class HostClass(Container):
     def architecture(self) -> str:
         """Return the name of the class that loads the output."""
         return self.host.family.architecture
-
-    @property
-    def cached(self) -> tuple[int, int]:
-        """Return the widths of the keys and of the values."""
-        width = self.target.num_key_value_heads * self.geometry.head_dim
-        return width, width
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Return the widths of one head's key and of its value."""
-        return self.geometry.head_dim, self.geometry.head_dim
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json of the output, made from the source's complete one."""

@@ -13,6 +13,7 @@ Transformers takes the class at any width; for other engines decide/serving_shap
 widths that they take.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,13 +24,12 @@ from torch import Tensor
 from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import LatentAttention
 from ..algebra.forward import AnyAttention
+from ..algebra.rotary import rope_parameters
 from ..algebra.target import Geometry, LatentTarget
 from ..families.source import Source
 from .blocks import FoldedBlock
-from .container import Container
-from .copies import Copy
+from .container import Container, Copy
 from .serving_widths import NORM_EPSILON, Profile, Served
-from .stock_notices import KEY_NORMS, brought_to_profile
 
 NORM_WEIGHT = 2.0**14  # a power of two, so that bf16 keeps it
 LATENT_SCALE = NORM_EPSILON**0.5 / NORM_WEIGHT
@@ -43,6 +43,41 @@ _COPIED = (
     "pad_token_id",
     "attention_dropout", "use_cache",
 )  # fmt: skip
+
+_KEY_NORMS = (
+    "the source normalises its queries and keys, and the stock class does not: linear functions of the "
+    "layer's input stand for them, which costs part of the loss; --container remote keeps the norms"
+)
+
+
+def stock_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's attention tensors by their names in it.
+
+    Args:
+        config: fields of the class's config.json.
+    """
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    compressed = config.get("q_lora_rank")
+    query = heads * (nope + rope)
+    shapes: dict[str, tuple[int, ...]] = {} if compressed else {"q_proj.weight": (query, hidden)}
+    shapes |= {
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "o_proj.weight": (hidden, heads * value),
+    }
+    if compressed:
+        shapes |= {
+            "q_a_proj.weight": (compressed, hidden),
+            "q_a_layernorm.weight": (compressed,),
+            "q_b_proj.weight": (query, compressed),
+        }
+    if config.get("attention_bias"):
+        shapes |= {"q_a_proj.bias": (compressed,)} if compressed else {}
+        shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (hidden,)}
+    return shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,33 +198,19 @@ class Stock(Container):
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        heads, hidden, compressed = (
-            self.geometry.num_attention_heads,
-            self.geometry.hidden_size,
-            self.query_rank,
+        (latent, rope), (nope, value) = self.cached, self.heads
+        shapes = stock_shapes(
+            {
+                "num_attention_heads": self.geometry.num_attention_heads,
+                "hidden_size": self.geometry.hidden_size,
+                "kv_lora_rank": latent,
+                "q_lora_rank": self.query_rank,
+                "qk_rope_head_dim": rope,
+                "qk_nope_head_dim": nope,
+                "v_head_dim": value,
+                "attention_bias": self.biases,
+            }
         )
-        (rank, rope), (nope, value) = self.cached, self.heads
-        query = heads * (nope + rope)
-        shapes: dict[str, tuple[int, ...]] = {
-            "q_proj.weight": (query, hidden),
-            "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
-            "kv_a_layernorm.weight": (rank,),
-            "kv_b_proj.weight": (heads * (nope + value), rank),
-            "o_proj.weight": (hidden, heads * value),
-        }
-        if compressed is not None:
-            del shapes["q_proj.weight"]
-            shapes |= {
-                "q_a_proj.weight": (compressed, hidden),
-                "q_a_layernorm.weight": (compressed,),
-                "q_b_proj.weight": (query, compressed),
-            }
-        if self.biases:
-            shapes |= {
-                "q_a_proj.bias": (compressed or 0,),
-                "kv_a_proj_with_mqa.bias": (rank + rope,),
-                "o_proj.bias": (hidden,),
-            }
         return {
             _PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()
         }
@@ -264,10 +285,10 @@ class Stock(Container):
 
     def notices(self, source: Source, why: str | None) -> list[str]:
         """Return what was changed to hold the source, or for the engines that must run the output."""
-        regressed = [KEY_NORMS] if self.unread else []
+        regressed = [_KEY_NORMS] if self.unread else []
         if self.served is None:
             return regressed
-        return regressed + brought_to_profile(source, self.target, self.served)
+        return regressed + _brought_to_profile(source, self.target, self.served)
 
 
 def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:
@@ -286,3 +307,43 @@ def _compressed_query(q_QE: Tensor, down_AD: Tensor) -> dict[str, Tensor]:
         named["q_a_proj.bias"] = q_QE.new_zeros(width)
         named["q_a_proj.bias"][-1] = _QUERY_SCALE
     return named
+
+
+def _brought_to_profile(source: Source, target: LatentTarget, served: Served) -> list[str]:
+    """Say what was changed to bring a source into the widths of other engines.
+
+    The loss that this costs is measured with the rest.
+    """
+    profile = served.profile
+    notices = []
+    if (target.kv_lora_rank, target.qk_rope_head_dim) != (profile.latent, profile.rope):
+        notices.append(
+            f"the fold is {target.kv_lora_rank}+{target.qk_rope_head_dim} wide and padded with zeros, "
+            f"so the cache is as large as that of {profile}"
+        )
+    if profile.cached >= source.geometry.cache_elements:
+        notices.append(
+            f"the cache is larger than the source's {source.geometry.cache_elements} elements, so this "
+            f"output only proves that the format is exact"
+        )
+    scale = served.stream_scale
+    if scale != 1:
+        rounded = "exact: a power of two" if math.frexp(scale)[0] == 0.5 else "rounded once"
+        notices.append(
+            f"rms_norm_eps becomes {profile.epsilon}; embeddings and the outputs of layers are multiplied "
+            f"by {scale:.6g}, which norms cancel ({rounded})"
+        )
+    kind = rope_parameters(source.config)["rope_type"]
+    if kind != "default":
+        notices.append(f"rope_type {kind} becomes a default table; pairs take slots of a near frequency")
+    if source.biased:
+        notices.append(
+            "biases of queries, keys and values go into their weights, as the linear function of a layer's "
+            "input that is nearest to a constant; the measured loss includes the error of this"
+        )
+    if served.compressed:
+        notices.append(
+            "queries pass through an identity first, which llama.cpp requires; each layer has hidden_size² "
+            "more weights"
+        )
+    return notices

@@ -15,6 +15,7 @@ from ...convert.families.recognition import FAMILIES, attending, complete, confi
 from ...convert.families.source import shape_of
 from ...convert.families.stored_tensors import attention_shapes, names_outside_attention
 from ...convert.formats.remote import Remote
+from ...convert.formats.stock import stock_shapes
 
 Shape = tuple[int, ...] | None
 
@@ -40,35 +41,14 @@ def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[
 
 
 def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
-    heads = config["num_attention_heads"]
-    hidden = config["hidden_size"]
-    rank = config["kv_lora_rank"]
-    rope = config["qk_rope_head_dim"]
-    nope = config["qk_nope_head_dim"]
-    value = config["v_head_dim"]
-    query = heads * (nope + rope)
-    compressed = config.get("q_lora_rank")
-    shapes: dict[str, Shape] = {
-        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
-        "kv_a_layernorm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (nope + value), rank),
-        "o_proj.weight": (hidden, heads * value),
-    }
-    if compressed is None:
-        shapes["q_proj.weight"] = (query, hidden)
-    else:
-        shapes |= {"q_a_proj.weight": (compressed, hidden), "q_a_layernorm.weight": (compressed,)}
-        shapes["q_b_proj.weight"] = (query, compressed)
-    if config.get("attention_bias"):
-        shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (hidden,)}
-        shapes |= {} if compressed is None else {"q_a_proj.bias": (compressed,)}
     layers = range(config["num_hidden_layers"])
     dense = layers[: config.get("first_k_dense_replace") or 0]
     # The other layers are Llama's; experts, which kvfold does not write, are not looked for.
     rest = replace(FAMILIES["llama"], layer_tensors=FAMILIES["llama"].layer_tensors[:2])
     names = names_outside_attention(rest, {"tie_word_embeddings": False, **config})
     names += [f"model.layers.{n}.mlp.{part}_proj.weight" for n in dense for part in ("gate", "up", "down")]
-    attention = {
+    shapes = stock_shapes(config)
+    attention: dict[str, Shape] = {
         f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
     }
     return attention | dict.fromkeys(names)

@@ -5,8 +5,6 @@ Legend: kvfold/models/shipped/attention_kvfold.py.
 """
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,10 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kvfold
-from kvfold.convert.cli import main
-from kvfold.convert.formats import absorption as absorbed
 from kvfold.core.errors import InvalidInput
 from kvfold.models.shipped import decoding_kvfold
 
+from ...support.folds import fold_latent
 from ...support.latent_decoding import (
     IDS,
     MODELS,
@@ -192,20 +189,7 @@ def test_what_is_saved_and_trained_is_the_stock_model(tmp_path: Path) -> None:
 
 
 def test_a_fold_of_ours_and_hooks_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = make(tmp_path / "source"), tmp_path / "out"
-    options = [
-        "--to",
-        "mla",
-        "--kv-budget",
-        "50%",
-        "--calibration",
-        "none",
-        "--container",
-        "stock",
-        "--out",
-        str(out),
-    ]
-    main([str(source), *options], standalone_mode=False)
+    out = fold_latent(make(tmp_path / "source"), "--kv-budget", "50%", "--container", "stock")
     model = DeepseekV3ForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     expected = generate(model)
     add_hook_to_module(model.model.layers[0].self_attn, ModelHook())
@@ -252,12 +236,3 @@ def test_weights_that_lack_their_scale_are_not_multiplied(monkeypatch: pytest.Mo
         InvalidInput, match=r"kv_b_proj is Linear with a float8_e4m3fn Parameter, not a plain"
     ):
         kvfold.absorb(stock)
-
-
-def test_importing_kvfold_loads_no_torch() -> None:
-    subprocess.run(
-        [sys.executable, "-c", "import sys, kvfold; assert 'torch' not in sys.modules"], check=True
-    )
-    assert kvfold.absorb is kvfold.absorb is absorbed.absorb, "no submodule takes the name"
-    with pytest.raises(AttributeError, match="no attribute 'absorbed'"):
-        _ = kvfold.absorbed

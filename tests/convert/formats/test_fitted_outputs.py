@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import kvfold
-from kvfold.convert.cli import main
 from kvfold.convert.formats.stock import NORM_WEIGHT
 from kvfold.convert.write import rewrite
 from kvfold.core.errors import InvalidInput
 
+from ...support.folds import convert
 from ...support.tiny import make, same_bytes
 
 CALIBRATED = ("--to", "mla", "--sequences", "6", "--length", "48", "--refine", "0")
@@ -28,12 +27,8 @@ FITTED = (*CALIBRATED, "--latent-norm", "fitted")
 IDS = torch.arange(2 * 24).reshape(2, 24) ** 2 * 7 % 97
 
 
-def convert(source: Path, out: Path, *options: str) -> Result:
-    return CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
-
-
 def converted(source: Path, out: Path, *options: str) -> Path:
-    result = convert(source, out, *options)
+    result = convert(source, *options, out=out)
     assert result.exit_code == 0, result.output
     return out
 
@@ -139,7 +134,7 @@ def test_an_interrupted_fold_resumes_to_the_same_bits(
         return fold(plan, number)
 
     monkeypatch.setattr(rewrite, "fold", stop)
-    assert convert(source, tmp_path / "out", *options).exit_code != 0
+    assert convert(source, *options).exit_code != 0
     assert (tmp_path / "out.partial").is_dir()
     monkeypatch.setattr(rewrite, "fold", fold)
     assert same_bytes(converted(source, tmp_path / "out", *options), whole) == []
@@ -167,7 +162,7 @@ def test_float16_takes_a_fitted_norm(tmp_path: Path) -> None:
 )
 def test_norms_that_cannot_be_had(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     source = make(tmp_path / "source")
-    result = convert(source, tmp_path / "out", "--to", "mla", "--kv-budget", "25%", *options)
+    result = convert(source, "--to", "mla", "--kv-budget", "25%", *options)
     assert result.exit_code == 2
     assert words in result.output
     assert not list(tmp_path.glob("out*"))

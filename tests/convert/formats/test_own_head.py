@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.checkpoints.directory import Checkpoint
-from kvfold.cli import main
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.families.source import open_source
 from kvfold.engines.verify import verify
 from kvfold.models.layered_model import LayeredModel
 
+from ...support import folds
 from ...support.tiny import make
 
 pytestmark = pytest.mark.usefixtures("warm_probe")
@@ -52,9 +51,7 @@ def untied(directory: Path, family: str, *, head: str = "other", **settings: Any
 
 
 def convert(source: Path, out: Path, *options: str) -> Path:
-    done = CliRunner().invoke(
-        main, ["convert", str(source), *options, "--calibration", "none", "--out", str(out)]
-    )
+    done = folds.convert(source, *options, *folds.WEIGHTS, out=out)
     assert done.exit_code == 0, done.output
     return out
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.convert.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.models.shipped import attention_kvfold, decoding_kvfold
 from kvfold.models.shipped.attention_kvfold import KvfoldDecoupledAttention, KvfoldIntactAttention
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.folds import fold_latent
 from ...support.latent_decoding import WAYS, Largest, chunks, generate, steps
 from ...support.tiny import make
 
@@ -33,20 +33,8 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def fold(root: Path, family: str, form: str, **settings: Any) -> Any:
-    source, out = make(root / "source", family, **settings), root / "out"
-    options = [
-        "--to",
-        "mla",
-        "--kv-budget",
-        "25%",
-        "--calibration",
-        "none",
-        "--container",
-        "remote",
-        "--rope",
-        form,
-    ]
-    main([str(source), *options, "--out", str(out)], standalone_mode=False)
+    source = make(root / "source", family, **settings)
+    out = fold_latent(source, "--kv-budget", "25%", "--container", "remote", "--rope", form)
     return KvfoldForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
 
 
