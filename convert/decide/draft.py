@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...engines.rules.engine_names import check_engines
 from ..algebra.target import LatentTarget, Target, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
@@ -54,7 +53,7 @@ def make_draft(
     """
     source = place if isinstance(place, Source) else open_source(place)
     statistics = at_context(source, statistics, request.context)
-    engines = check_engines(request.engines)
+    engines = tuple(dict.fromkeys(request.engines))
     has_size = request.rank is not None or request.kv_budget is not None
 
     def make(container: str) -> Draft:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import InvalidInput
 from .fresh_process import MODULES, Check, run_apart
 from .llama_programs import LlamaCpp, LlamaFailure, read_base
 
@@ -19,20 +18,8 @@ if TYPE_CHECKING:
 CONTEXT, CHUNKS = 128, 4  # tokens of a window, of which the second half is scored, and windows
 LETTERS_PER_TOKEN = 16  # more than a token has on average
 LETTERS = 60  # of the text, at most: the prompt of greedy decoding
-STEPS = 16  # tokens that greedy decoding adds
+STEPS = 16  # tokens that greedy decoding adds, as in probe.py
 NEAR = 2e-3  # by which log-probabilities may differ in float32: the file rounds them to 2.4e-4
-
-
-def check_llama_cpp(asked: Iterable[str], llama_cpp: Path | None) -> None:
-    """Check that a directory of llama.cpp is given only where that engine is asked for.
-
-    Raises:
-        InvalidInput: nobody asked for it.
-    """
-    if llama_cpp is not None and "llama.cpp" not in asked:
-        raise InvalidInput(
-            f"--llama-cpp {llama_cpp} is for --engine llama.cpp, which is not asked for; give both"
-        )
 
 
 def started_engines(
@@ -63,40 +50,6 @@ def started_engines(
         else:
             started.append(engine)
     return tuple(started), unasked
-
-
-def engines_to_check(directory: Path, asked: Sequence[str]) -> tuple[str, ...]:
-    """Return the engines by whose rules a new fold is judged: those asked for, or else transformers.
-
-    Where transformers has no reader of the source's quantised weights, that is no fault of the fold.
-    `convert` tells it in a note, and no engine's rules apply unless one was asked for.
-
-    Args:
-        directory: the fold.
-        asked: the engines that the user named.
-    """
-    from ..checkpoints.quantised.schemes import SCHEMES
-    from .rules.engine_names import ENGINES
-    from .rules.rule_types import open_written
-
-    scheme = SCHEMES.get(open_written(directory).scheme)
-    is_read = scheme is None or not scheme.note
-    return tuple(asked) or (ENGINES[:1] if is_read else ())
-
-
-def dequantised_in(directory: Path, started: Sequence[str]) -> list[str]:
-    """Return what to say of a quantised checkpoint's runs, of which vLLM's alone has kernels for its weights.
-
-    Args:
-        directory: the checkpoint.
-        started: engines that run it in addition to transformers.
-    """
-    from ..checkpoints.quantised.packed_checkpoint import is_quantised
-
-    if not is_quantised(directory):
-        return []
-    others = ", ".join(["transformers", *(engine for engine in started if engine != "vllm")])
-    return [f"{others}: its quantised weights were run dequantised to bfloat16, without the vendor's kernels"]
 
 
 def run_llama_cpp(
@@ -135,15 +88,8 @@ def _compare(
     size = llama.perplexity(ours, text, work / "ours.base", CONTEXT, CHUNKS)
     found = read_base(work / "ours.base")
     prompt = text.read_text(encoding="utf-8")[:LETTERS]
-    asked = {
-        "directory": str(directory.resolve()),
-        "dtype": "float32",
-        "trust": False,
-        "texts": found.tokens,
-        "prompt": prompt,
-        "steps": STEPS,
-    }
-    seen = run_apart("probe_tokens.py", asked)
+    asked = {"directory": str(directory.resolve()), "texts": found.tokens, "prompt": prompt}
+    seen = run_apart("probe.py", asked)
     if "failed" in seen:
         raise LlamaFailure(f"transformers does not score llama.cpp's tokens: {seen['failed']}")
     gaps = [abs(a - b) for a, b in zip(found.scores(), seen["scores"], strict=True)]

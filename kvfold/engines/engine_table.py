@@ -34,33 +34,26 @@ def verdict(output: str, engine: str) -> str:
         `run` or `read`, if an output that breaks no rule runs there, and how that is known; `no`; `saves no
         cache`; `not known`.
     """
-    from .rules.output_kinds import PAIRS, UNKNOWN
-    from .rules.rule_types import FAILING
+    from .rules.engine_rules import RULES
+    from .rules.output_kinds import OUTPUTS, PAIRS, UNKNOWN
+    from .rules.rule_checks import OF_WIDTHS
+    from .rules.rule_types import FAILING, Written
 
     evidence = PAIRS[output, engine]
     if evidence is None:
         return UNKNOWN
-    effects = _effects(output, engine)
-    if any(effect in FAILING for effect in effects):
-        return "no"
-    return f"saves no cache ({evidence.kind})" if "saves no cache" in effects else evidence.kind
-
-
-def _effects(output: str, engine: str) -> list[str]:
-    """Return the effects of the rules that a kind of output breaks by what it is and by its widths."""
-    from .rules.engine_rules import RULES
-    from .rules.output_kinds import OUTPUTS
-    from .rules.rule_checks import OF_WIDTHS
-    from .rules.rule_types import Written
-
     _, layout, (latent, rope) = OUTPUTS[output]
     example = Written(Path(), {"kv_lora_rank": latent, "qk_rope_head_dim": rope}, {})
-    return [
+    # The rules that such an output breaks by what it is and by its widths.
+    effects = [
         rule.effect
         for rule in RULES
         if engine in rule.engines and layout in rule.layouts
         if not rule.condition or (rule.found in OF_WIDTHS and rule.found(example))
     ]
+    if any(effect in FAILING for effect in effects):
+        return "no"
+    return f"saves no cache ({evidence.kind})" if "saves no cache" in effects else evidence.kind
 
 
 def runs_table() -> str:

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BeforeValidator
 from ..core.cache_dtypes import CacheDtypeName
 from ..core.command_options import Option
 from ..core.console import notice
+from ..core.errors import InvalidInput
 from ..core.option_types import Place, as_list
 from ..core.settings import Settings
-from .engine_runs import check_llama_cpp
 from .rules.engine_names import ENGINES, EngineName
 from .verify import VerificationReport, verify
 
@@ -60,7 +60,10 @@ def carry_out(asked: VerifyRequest) -> VerificationReport:
     Raises:
         InvalidInput: there is no checkpoint, its source is gone, or memory is too small.
     """
-    check_llama_cpp(asked.engines, asked.llama_cpp)
+    if asked.llama_cpp is not None and "llama.cpp" not in asked.engines:
+        raise InvalidInput(
+            f"--llama-cpp {asked.llama_cpp} is for --engine llama.cpp, which is not asked for; give both"
+        )
     if asked.renew_code:
         from ..models.remote_code import renew
 

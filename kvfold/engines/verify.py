@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.console import notice
 from ..core.grid import Grid, Tabular
 from ..core.units import show_bytes, show_kinds
-from .engine_runs import check_llama_cpp, dequantised_in, engines_to_check, run_llama_cpp, started_engines
+from .engine_runs import run_llama_cpp, started_engines
 from .fresh_process import PROBES, Check, NotRun, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
 from .rules.engine_names import ENGINES
@@ -113,20 +113,23 @@ def verify(
         InvalidInput: there is no checkpoint or no such format, its source is missing, or llama.cpp is not
             where it should be.
     """
+    from ..checkpoints.quantised.packed_checkpoint import is_quantised
     from ..models.code_files import foreign_code
     from .rules.engine_rules import format_findings, lint
     from .rules.rule_types import open_written
 
     asked = tuple(dict.fromkeys(engines))
-    check_llama_cpp(asked, llama_cpp)
     findings = tuple(lint(directory, asked))
     formats: list[LintFinding] = []
     if cache_dtype is not None:
         layout = open_written(directory).layout
         formats = [found for engine in asked for found in format_findings(layout, engine, cache_dtype)]
     started, unasked = started_engines(asked, findings, llama_cpp, run=run)
-    if run:
-        unasked += dequantised_in(directory, started)
+    if run and is_quantised(directory):
+        others = ", ".join(["transformers", *(engine for engine in started if engine != "vllm")])
+        unasked.append(
+            f"{others}: its quantised weights were run dequantised to bfloat16, without the vendor's kernels"
+        )
     findings = (*findings, *formats)
     code = foreign_code(directory)
     if code:
@@ -159,7 +162,14 @@ def verify_fold(out: Path, asked: Sequence[str], how: str) -> VerificationReport
     """
     if how == "none":
         return None
-    engines = engines_to_check(out, asked)
+    from ..checkpoints.quantised.schemes import SCHEMES
+    from .rules.rule_types import open_written
+
+    engines = tuple(asked)
+    if not asked:
+        # That transformers does not read a source's quantised weights is no fault of the fold.
+        scheme = SCHEMES.get(open_written(out).scheme)
+        engines = ENGINES[:1] if scheme is None or not scheme.note else ()
     if how == "full":
         try:
             return verify(out, engines)
@@ -217,35 +227,26 @@ def _judge(
     written: Written, record: dict[str, Any] | None, source: Path | None, seen: dict[str, Any]
 ) -> list[Check]:
     """Return the checks of what probe.py measured."""
-    loaded = f"as {seen['class']}, " + (_first(seen["missing"]) or "no weight is missing")
+    missing = seen["missing"]
+    lack = f"{len(missing)} weights are missing, e.g. {missing[0]}" if missing else "no weight is missing"
+    loaded = f"as {seen['class']}, {lack}"
     finite = "logits are finite" if seen["finite"] else "logits are NaN or infinite"
-    checks = [Check("loads", not seen["missing"], loaded), Check("finite", seen["finite"], finite)]
+    checks = [Check("loads", not missing, loaded), Check("finite", seen["finite"], finite)]
     if not seen["finite"]:
         return checks
     gap = seen["greedy_gap"]
-    checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), _greedy(gap)))
-    checks.append(_cache(seen["cache"], record, written))
-    checks += _weights(written.directory, record)
-    return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))])
-
-
-def _weights(directory: Path, record: dict[str, Any] | None) -> list[Check]:
-    """Compare the weights with the hashes in the record; training with another tool is no failure."""
-    from ..checkpoints.record import other_weights
-
-    if not (record or {}).get("weights"):
-        return []
-    sentence = other_weights(directory)
-    return [Check("weights", None if sentence else True, sentence or "those that kvfold.json describes")]
-
-
-def _first(missing: list[str]) -> str:
-    return f"{len(missing)} weights are missing, e.g. {missing[0]}" if missing else ""
-
-
-def _greedy(gap: float) -> str:
     same = "greedy tokens with the cache are those without it"
-    return same if gap == 0 else f"greedy tokens with the cache fall short of those without it by {gap:.1e}"
+    if gap:
+        same = f"greedy tokens with the cache fall short of those without it by {gap:.1e}"
+    checks.append(Check("cache", gap <= TIE * seen.get("logit_deviation", 1.0), same))
+    checks.append(_cache(seen["cache"], record, written))
+    if (record or {}).get("weights"):
+        from ..checkpoints.record import other_weights
+
+        changed = other_weights(written.directory)  # training with another tool is no failure
+        sentence = changed or "those that kvfold.json describes"
+        checks.append(Check("weights", None if changed else True, sentence))
+    return checks + ([] if source is None else [_distance(seen, _lossless(record, written, source))])
 
 
 def _claimed(record: dict[str, Any] | None) -> float | None:

@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,71 +119,60 @@ def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     assert "the run ended with" in failed["failed"]
 
 
-def test_a_run_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let every run in a fresh process be one of a shell script."""
+    file = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(file))
+
+    def stand_in(script: str) -> None:
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+
+    return stand_in
+
+
+def test_a_run_that_hangs_is_stopped(python: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails its check."""
-    hanging = tmp_path / "python"
-    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
-    hanging.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(hanging))
+    python("exec sleep 60")
     monkeypatch.setattr(fresh_process, "HOURS", 1e-5)
     told = "the run was stopped, since it had not ended after 1e-05 hours"
     assert run_apart("probe.py", {}) == {"failed": told}
     assert compare_served({"failed": told}, {}, None) == ([Check("vllm", False, told)], {})
 
 
+END = "; end other programs that take memory, or use --lint to apply the rules alone"
+KILLED = 'echo "Received sigquit from a child" >&2; kill -KILL $$'  # as SGLang does, whose scheduler failed
+
+
 @pytest.mark.parametrize(
-    ("last", "whose"),
+    ("script", "reason"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...", "the GPU"),
-        ("MemoryError", "this machine"),
+        (
+            "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0' >&2; exit 1",
+            "the GPU has too little memory (2.00 GiB more were needed) to run the checkpoint",
+        ),
+        ("echo 'MemoryError' >&2; exit 1", "this machine has too little memory to run the checkpoint"),
+        ("kill -KILL $$", "the run was killed, usually by the system for lack of memory"),
+        (
+            f"echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.' >&2; {KILLED}",
+            "the GPU has too little memory (2.00 GiB more were needed) to run the checkpoint",
+        ),
     ],
 )
-def test_a_full_memory_is_no_failed_check(
-    last: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = tmp_path / "python"
-    full.write_text(f"#!/bin/sh\necho 'Traceback:' >&2\necho '{last}' >&2\nexit 1\n")
-    full.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(full))
-    more = " (2.00 GiB more were needed)" if "GiB" in last else ""
+def test_a_full_memory_is_no_failed_check(script: str, reason: str, python: Callable[[str], None]) -> None:
+    python(script)
     with pytest.raises(NotRun) as mistake:
         run_apart("probe.py", {})
-    assert str(mistake.value) == (
-        f"{whose} has too little memory{more} to run the checkpoint; end other programs that take memory, or use "
-        "--lint to apply the rules alone"
-    )
-
-
-def test_a_run_that_the_system_kills_is_no_failed_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
-    killed.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(killed))
-    with pytest.raises(NotRun) as mistake:
-        run_apart("probe.py", {})
-    assert mistake.value.reason == "the run was killed, usually by the system for lack of memory"
+    assert str(mistake.value) == reason + END
 
 
 def test_a_run_that_kills_itself_ends_with_what_another_process_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: Callable[[str], None],
 ) -> None:
-    """As SGLang does, whose scheduler has printed a traceback."""
-    script = tmp_path / "python"
-    monkeypatch.setattr(sys, "executable", str(script))
-
-    def ended_with(last: str) -> dict[str, Any]:
-        script.write_text(
-            f'#!/bin/sh\necho "{last}" >&2\necho "Received sigquit from a child" >&2\nkill -KILL $$\n'
-        )
-        script.chmod(0o755)
-        return run_apart("probe.py", {})
-
     last = "AttributeError: 'Gemma2Config' object has no attribute 'hidden_act'"
-    assert ended_with(last) == {"failed": f"the run ended with {last}"}
-    with pytest.raises(NotRun, match="the GPU has too little memory"):
-        ended_with("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    python(f'echo "{last}" >&2; {KILLED}')
+    assert run_apart("probe.py", {}) == {"failed": f"the run ended with {last}"}
 
 
 def test_a_bound_on_scores_is_computed_in_the_reference(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ A sound output passes, and each way of spoiling one is told, by the engine that 
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvfold.engines.rules.engine_names import ENGINES
 from kvfold.engines.rules.engine_rules import RULES, lint
 from kvfold.engines.verify import verify
 
+from ..support import folds
 from ..support.tiny import make
 
 SERVED = {"hidden_size": 48, "head_dim": 128, "rms_norm_eps": 1e-6, "num_hidden_layers": 26,
@@ -43,9 +43,7 @@ VARIANTS = [(kind, True) for kind in sorted(FAMILIES)] + [
 
 
 def convert(source: Path, out: Path, *options: str) -> None:
-    result = CliRunner().invoke(
-        main, ["convert", str(source), *options, "--calibration", "none", "--out", str(out)]
-    )
+    result = folds.convert(source, *options, *folds.WEIGHTS, out=out)
     assert result.exit_code == 0, result.output
 
 
@@ -242,11 +240,8 @@ def test_the_last_step_of_convert(outputs: Path, tmp_path: Path, monkeypatch: py
     )
     monkeypatch.setattr("kvfold.checkpoints.shards.ShardWriter.write", lambda *_: None)
     for choice, code in (("lint", 3), ("none", 0)):
-        options = ("--to", "mla", "--rank", "full", "--calibration", "none", "--verify", choice)
-        out = tmp_path / choice
-        result = CliRunner().invoke(
-            main, ["convert", str(outputs / "full-source"), *options, "--out", str(out)]
-        )
+        options = ("--to", "mla", "--rank", "full", *folds.WEIGHTS, "--verify", choice)
+        result = folds.convert(outputs / "full-source", *options, out=tmp_path / choice)
         assert result.exit_code == code, result.output
         assert ("does not pass" in result.output) == bool(code)
 
@@ -266,8 +261,8 @@ KILLED = "the run was killed, usually by the system for lack of memory"
 @pytest.mark.usefixtures("full")
 def test_a_fold_is_written_where_its_run_does_not_fit(outputs: Path, tmp_path: Path) -> None:
     out = tmp_path / "a fold"
-    options = ("--to", "mla", "--rank", "full", "--calibration", "none", "--verify", "full")
-    found = CliRunner().invoke(main, ["convert", str(outputs / "full-source"), *options, "--out", str(out)])
+    options = ("--to", "mla", "--rank", "full", *folds.WEIGHTS, "--verify", "full")
+    found = folds.convert(outputs / "full-source", *options, out=out)
     assert found.exit_code == 0, found.output
     assert found.stdout.startswith(f"{out}: MLA by ")
     assert (
@@ -290,9 +285,3 @@ def test_each_caller_names_its_own_way_without_a_run(outputs: Path) -> None:
     with pytest.raises(kvfold.InvalidInput) as mistake:
         kvfold.verify(directory)
     assert str(mistake.value) == rest % "run=False"
-
-
-def test_the_run_cannot_import_kvfold() -> None:
-    """Whatever is installed: the attention of a checkpoint must come from its own files."""
-    code = "import sys; sys.modules['kvfold'] = None; import kvfold"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode

@@ -1,7 +1,8 @@
 """One checkpoint loaded as any user would load it, and measured against its source.
 
 This is a script of its own that imports no kvfold. It reads one JSON object from stdin and writes one to
-stdout. `verify.py` runs it in a fresh process, where `import kvfold` fails.
+stdout. `verify.py` runs it in a fresh process, where `import kvfold` fails. Where it is asked for `texts`,
+it scores these tokens instead, which another engine chose.
 
 Legend: S sequences, T tokens, V vocabulary.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 PROMPT, STEPS = 8, 16  # tokens that greedy decoding starts from, and adds
+FLOOR = 16  # nats below the most probable token, where llama.cpp's file ends
 SHORT, LONG = 4, 8  # tokens between which the cache is seen to grow: shorter than any window
 
 
@@ -168,6 +170,34 @@ def growth(model: Any, text_1T: Tensor) -> list[list[float]]:
     ]
 
 
+def scored(asked: dict[str, Any]) -> dict[str, Any]:
+    """Score the second half of every window of tokens, and continue a prompt, as llama.cpp does."""
+    from transformers import AutoTokenizer
+
+    model, _ = load(asked["directory"], "float32", False)
+    tokenizer = AutoTokenizer.from_pretrained(
+        asked["directory"], local_files_only=True, trust_remote_code=False
+    )
+    begin = asked["texts"][0][0]
+    begins = begin in (tokenizer.bos_token_id, model.config.bos_token_id)  # then it begins every window
+    scores = []
+    first = len(asked["texts"][0]) // 2
+    for window in asked["texts"]:
+        ids = [begin, *window[1:]] if begins else window
+        text_1T = torch.tensor([ids], device=model.device)
+        known_TV = logits(model, text_1T)[0, first:-1].log_softmax(-1)
+        known_TV = known_TV.maximum(known_TV.max(-1, keepdim=True).values - FLOOR)
+        scores += known_TV.gather(1, torch.tensor(ids[first + 1 :])[:, None])[:, 0].tolist()
+    prompt = tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"]
+    prompt_1T = torch.tensor([[begin, *prompt] if begins else prompt], device=model.device)
+    chosen_1T, lead_1T = decode(model, prompt_1T)
+    return {
+        "scores": scores,
+        "continued": tokenizer.decode(chosen_1T[0].tolist()),
+        "least_lead": float(lead_1T.min()),
+    }
+
+
 def main() -> None:
     """Measure what stdin asks for."""
     sys.modules["kvfold"] = None  # type: ignore[assignment]
@@ -177,6 +207,9 @@ def main() -> None:
     logging.set_verbosity_error()
     torch.set_grad_enabled(False)
     asked = json.load(sys.stdin)
+    if "texts" in asked:
+        print(json.dumps(scored(asked)))
+        return
     sizes = {name: asked[name] for name in ("sequences", "length", "seed")}
     theirs_STV = text_ST = None
     told: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """Names of the engines that kvfold has rules for."""
 
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 from ...core.errors import InvalidInput
@@ -19,15 +18,7 @@ def read_engines(text: str | None) -> tuple[str, ...]:
         return ()
     if not text:
         raise InvalidInput(f"the list of engines is empty; choose from: {', '.join(ENGINES)}")
-    return check_engines([name.strip() for name in text.split(",")])
-
-
-def check_engines(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the engines of a list, each once.
-
-    Raises:
-        InvalidInput: kvfold has no rules for one of them.
-    """
+    names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ENGINES:
             raise InvalidInput(f"--engine {name!r} is unknown; choose from: {', '.join(ENGINES)}")
