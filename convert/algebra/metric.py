@@ -20,13 +20,15 @@ from ..calibration.statistics import LayerStatistics
 from .attention import Attention
 
 SPAN = 4096  # distances that the prior over attention distances reaches, at most
-DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (LOG.md)
+# Exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (docs/notes/metric.md).
+DECAY = 1.5
 
-# Of the input's moment towards its diagonal; from 1e-6 to 1e-2 nothing else changes (LOG.md).
+# Of the input's moment towards its diagonal; from 1e-6 to 1e-2 nothing else changes (docs/notes/metric.md).
 SHRINKAGE = 1e-3
 
 # Cost of errors at first tokens, relative to all others', above which they are attention sinks: 0.3 and less
-# in layers without one, 0.6 to 10 in those with one, in four models (LOG.md). Without one nothing is gained.
+# in layers without one, 0.6 to 10 in those with one, in four models (docs/notes/metric.md).
+# Without one nothing is gained.
 SINK = 0.5
 
 

@@ -12,8 +12,8 @@ from ..plan import Plan
 from ..stock_norm import NOT_IN_HALF
 from .layer_losses import closed_form_loss
 
-# How much more a fitted norm may lose by the closed form, of which refinement recovers most (LOG.md): nats
-# per token summed over all layers, or a share of the loss with a linear norm, whichever is more.
+# How much more a fitted norm may lose by the closed form: nats per token summed over all layers, or a share
+# of the loss with a linear norm, whichever is more. Refinement recovers most (docs/notes/latent-norm.md).
 NATS, SHARE = 0.005, 0.15
 LAYERS = 4  # measured at most, of which the loss of all is estimated
 
