@@ -34,9 +34,8 @@ LLAMA_PACKAGE ?= llama-cpp-python==0.3.36
 LLAMA_CPP ?= .llama.cpp/source
 LLAMA_VENV := .venv-llamacpp
 
-# `make gpu`: Python with a CUDA build of torch; the minutes of each of the five parts.
+# `make gpu`: Python with a CUDA build of torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-MINUTES ?= 9
 
 .PHONY: demo docs test test-lowest hostile kills test-vllm test-sglang test-mlx test-llamacpp check install gpu
 
@@ -82,14 +81,13 @@ $(DOCS_VENV)/.installed: requirements/docs.txt
 test: install $(VENV)/.kernels
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Damaged and hostile files; `make test` runs a short form of it. The second command resumes where it was stopped (.hostile/).
+# Damaged and hostile files; `make test` runs a short form of it.
 hostile: install
-	KVFOLD_HOSTILE=all $(BIN)/python -m pytest $(WORKERS) tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.hostile
 
-# Commands stopped at many moments and given again.
+# Commands stopped before every kind of operation on their files and given again.
 kills: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kills
+	$(BIN)/python -m pytest tests/core/test_work.py tests/test_stopped_commands.py tests/distill/run/test_kills.py
 
 # Tests of every part with the lowest versions that pyproject.toml declares.
 test-lowest: $(LOWEST_VENV)/.installed
@@ -133,10 +131,9 @@ $(LLAMA_VENV)/.installed: pyproject.toml
 		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 	cmake --build .llama.cpp/source/build --target llama-perplexity llama-completion llama-quantize
 
-# All that waits for a GPU, into benchmarks/results; see benchmarks/README.md, "The GPU day". It installs nothing.
+# Measurements that need a GPU, into benchmarks/results. It installs nothing.
 gpu:
-	$(GPU_PYTHON) -m benchmarks.gpu all --minutes $(MINUTES); status=$$?; \
-		$(GPU_PYTHON) -m benchmarks.gpu summary && exit $$status
+	$(GPU_PYTHON) -m benchmarks.gpu kernel distil large
 
 # vLLM's multimodal classes import torchvision; benchmarks/torchvision_operators says how it loads without CUDA.
 test-vllm: $(VLLM_VENV)/.installed $(VLLM_VENV)/torchvision

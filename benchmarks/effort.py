@@ -22,7 +22,7 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.texts.corpus import read_text
 
-from .convert_memory import timed
+from .generated import timed
 from .machine import RESULTS, save
 
 TARGETS = {

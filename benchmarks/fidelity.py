@@ -34,11 +34,10 @@ from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
 from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
-from kvfold.eval.suites.catalogue import DEFAULT
+from kvfold.eval.suites.catalogue import DEFAULT, SuiteSettings
 from kvfold.texts.corpus import Text, read_text
 
-from .machine import RESULTS, save
-from .phases import Phases
+from .machine import RESULTS, Phases, save
 
 BUDGETS = ("50%", "25%", "12.5%")
 SAME = 1e-6  # relative difference of perplexities up to which two runs measured one thing
@@ -140,7 +139,12 @@ class Trial:
 
     def _evaluate(self, out: Path) -> Result:
         return evaluate(
-            out, self.directory, self.text, self.options, suites=self.suites, settings=self.settings
+            out,
+            self.directory,
+            self.text,
+            self.options,
+            suites=self.suites,
+            settings=SuiteSettings.take(self.settings),
         )
 
 

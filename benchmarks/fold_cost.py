@@ -1,13 +1,15 @@
 """Predicted against found cost of folds: `python -m benchmarks.fold_cost MODEL...`.
 
 Each fold is predicted by `kvfold convert --dry-run` and then made by the same command, each in a process of
-its own. `--sizes` predicts folds of models of 1, 8 and 70 billion parameters instead, from their shapes
-alone, by the rates in `MACHINES`: of one core, of sixteen such cores, and half of an H100's data sheet.
+its own, on one thread, with clocks around the functions in which phases begin. `--again` only predicts the
+saved rows again. `--sizes` predicts folds of models of 1, 8 and 70 billion parameters instead, from their
+shapes alone, by the rates in `MACHINES`: of one core, of sixteen such cores, and half of an H100's data
+sheet.
 Generated models (`hidden x layers`, such as 2048x2) have random weights and a tokenizer of numbers.
-Folds are made on one thread, so that CPU seconds are the seconds of a machine that does nothing else. Each
-phase is measured too (fold_phases.py).
 """
 
+import functools
+import importlib
 import json
 import math
 import multiprocessing
@@ -17,22 +19,84 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvfold.convert.decide.costs.fold_cost import cost_of, predict_cost, show_seconds
+from kvfold.cli import main as kvfold
+from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
 from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
 from kvfold.core.console import show_table
 from kvfold.core.machine_rates import Rates
 from kvfold.core.units import show_bytes
 
-from .convert_memory import generate, timed
+from .generated import generate, timed, write_words
 from .machine import RESULTS, save
-from .resident import write_words
+
+PLACES = {
+    "calibration.study._own_text": "text",
+    "calibration.study._within_reach": "text",
+    "calibration.study._collect": "statistics",
+    "decide.plan.choose_slots": "closed form",
+    "decide.preparation.settle": "measured choices",
+    "write.rewrite.fold": "closed form",
+    "write.layer_finish._with_rounded_length": "rounded length",
+    "write.layer_finish._fitted": "refinement",  # or, without steps, the output projection and a measurement
+    "write.layer_finish._prepared": "quantised cache",
+}
+# Phases that hold functions of others, and the phase that all their time is given to; the first that is open
+# counts.
+WHOLE = {"quantised cache": "quantised cache", "measured choices": "closed form"}
+
+
+class Clock:
+    """CPU seconds of this process by phase, each without the phases inside it."""
+
+    def __init__(self) -> None:
+        self.found = defaultdict[str, float](float)
+        self._open, self._last = ["start"], 0.0
+
+    def turn(self) -> None:
+        """Give the time since the last turn to the phase that is open."""
+        # The choices of a width and a norm fold some layers by their closed form, and what is prepared for a
+        # format is refined again, with the same functions.
+        phase = next((WHOLE[phase] for phase in WHOLE if phase in self._open), self._open[-1])
+        now = time.process_time()
+        self.found[phase] += now - self._last
+        self._last = now
+
+    def watch(self, place: str, phase: str) -> None:
+        """Count a function's time to a phase."""
+        name, _, attribute = place.rpartition(".")
+        module = importlib.import_module(f"kvfold.convert.{name}")
+        function = getattr(module, attribute)
+
+        @functools.wraps(function)
+        def timed(*given: Any, **named: Any) -> Any:
+            self.turn()
+            self._open.append(phase)
+            try:
+                return function(*given, **named)
+            finally:
+                self.turn()
+                self._open.pop()
+
+        setattr(module, attribute, timed)
+
+
+def watch(file: Path, words: list[str]) -> None:
+    """Run a command of kvfold, and write the CPU seconds of its phases; what is in no other is the start."""
+    clock = Clock()
+    for place, phase in PLACES.items():
+        clock.watch(place, phase)
+    kvfold(words, standalone_mode=False)
+    clock.turn()
+    file.write_text(json.dumps({phase: round(value, 2) for phase, value in clock.found.items()}))
 
 
 def measure(command: list[str], out: Path) -> dict[str, Any]:
@@ -48,7 +112,7 @@ def measure(command: list[str], out: Path) -> dict[str, Any]:
     )
     predicted = json.loads(dry.stdout)["fold"]
     phases = out.with_name("phases.json")
-    watched = [*python, "benchmarks.fold_phases", str(phases), *command]
+    watched = [*python, "benchmarks.fold_cost", "--watched", str(phases), *command]
     found = timed([*watched, "--verify", "none", "--out", str(out)])
     shutil.rmtree(out)
     return {
@@ -106,21 +170,12 @@ SHAPES: dict[str, dict[str, int]] = {  # of Llama 3.2 1B, Llama 3.1 8B and 70B
 }
 VOCABULARY, KEY_HEADS, POSITIONS = 128_256, 8, 131_072
 CORES, SHARED = 16, 0.8  # and the share of their rates that products on all of them reach
-# One core of a virtual machine: medians of three measurements by CPU time with a hidden size of 2,048,
-# 2026-11-28, next to other work. On 2026-11-23 another one was half to a seventh as fast.
-CORE = Rates(
-    products=99e9, decoding=80e9, single=99e9, mixing=38e9, double=50e9, decomposition=5.6e9, stream=45e9,
-    call=2e-6, threads=1,
-)  # fmt: skip
-MANY = replace(
-    CORE, threads=CORES, products=CORE.products * CORES * SHARED, decoding=CORE.decoding * CORES * SHARED
-)
-# Half of an H100 SXM data sheet: float32 and float64 67 and 34 TFLOP/s without tensor cores, 3.35 TB/s. What
-# a decomposition takes there is a guess.
-H100 = Rates(
-    products=33e12, decoding=33e12, single=33e12, mixing=16e12, double=17e12, decomposition=1e11,
-    stream=1.7e12, call=1e-5, threads=1,
-)  # fmt: skip
+# One core of a virtual machine, by CPU time with a hidden size of 2,048, 2026-11-28, next to other work.
+CORE = Rates(products=99e9, decomposition=5.6e9, stream=45e9, call=2e-6, threads=1)
+MANY = replace(CORE, products=SHARED * CORE.products, threads=CORES)
+# Half of an H100 SXM data sheet: float32 67 TFLOP/s without tensor cores, 3.35 TB/s. What a decomposition
+# takes there is a guess.
+H100 = Rates(products=33e12, decomposition=1e11, stream=1.7e12, call=1e-5, threads=1)
 MACHINES = {"1 core": CORE, f"{CORES} cores": MANY, "H100": H100}
 
 
@@ -254,4 +309,7 @@ def main(
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main()
+    if sys.argv[1:2] == ["--watched"]:
+        watch(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        main()

@@ -40,7 +40,7 @@ from kvfold.distill.stages import student, teacher
 from kvfold.eval.options import Options
 from kvfold.models.causal_lm import describe
 
-from .convert_memory import generate
+from .generated import generate
 from .machine import save
 
 HOW = ("whole", "by unit")

@@ -32,7 +32,7 @@ from kvfold.core.system_calls import peak_resident_bytes
 from kvfold.models.causal_lm import load_model
 from kvfold.models.layered_model import LayeredModel
 
-from .convert_memory import generate
+from .generated import generate
 from .machine import save
 
 KINDS = ("plain", "whole", "layerwise")

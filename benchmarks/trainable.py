@@ -4,7 +4,8 @@
 The source and its folds with a fitted latent norm, and at one size with a linear one and with code of their
 own, are trained for ten steps by AdamW with clipped gradients, by `transformers.Trainer` with gradient
 checkpointing, and by PEFT's LoRA on all linear layers. Losses are on the same held-out windows before and
-after. Rounding is the mean change of log-probabilities against float32.
+after. Rounding is the mean change of log-probabilities against float32. Weights of 8 and 4 bits are rounded
+and computed with in float32, so that the error is that of the weights alone.
 """
 
 import json
@@ -17,8 +18,9 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
@@ -32,15 +34,143 @@ from kvfold.core.hub import resolve
 from kvfold.texts.documents import read_sequences
 
 from .machine import save
-from .rounded_weights import ROUNDINGS, rounding_errors
-from .ways_of_training import BATCH, STEPS, WAYS, held_out_loss
 
 FITTED = {"container": "stock", "latent_norm": "fitted"}
 OTHERS = {"linear": {"container": "stock", "latent_norm": "linear"}, "remote": {"container": "remote"}}
 WITHIN = 0.02  # nats that a fold's gain in training may fall behind its source's
 ROUNDED = 4  # held-out windows
+STEPS, BATCH, CLIP = 10, 4, 1.0
+RATES = (1e-4, 2e-4)
+BLOCK = 64  # numbers of a weight, in a row, that share a scale in 4 bits
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 Row = dict[str, float]
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, tokens_BT: Tensor) -> float:
+    """Return the cross entropy of a model on windows, nats per token."""
+    model.eval()
+    parts = [float(model(part, labels=part).loss) * len(part) for part in tokens_BT.split(2 * BATCH)]
+    return sum(parts) / len(tokens_BT)
+
+
+def train_plainly(model: Any, tokens_BT: Tensor, rate: float) -> Any:
+    """Train all weights by AdamW for one pass over the windows, with gradients clipped; return the model."""
+    model.train()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=rate)
+    for part in tokens_BT.split(BATCH):
+        model(part, labels=part).loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+class _Windows(Dataset[dict[str, Tensor]]):
+    def __init__(self, tokens_BT: Tensor) -> None:
+        self._tokens_BT = tokens_BT
+
+    def __len__(self) -> int:
+        return len(self._tokens_BT)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"input_ids": self._tokens_BT[number], "labels": self._tokens_BT[number]}
+
+
+def train_by_trainer(model: Any, tokens_BT: Tensor, rate: float) -> Any:
+    """Train by `transformers.Trainer` with gradient checkpointing; return the model."""
+    with tempfile.TemporaryDirectory() as work:
+        arguments = TrainingArguments(
+            output_dir=work, max_steps=len(tokens_BT) // BATCH, per_device_train_batch_size=BATCH,
+            learning_rate=rate, lr_scheduler_type="constant", max_grad_norm=CLIP,
+            gradient_checkpointing=True, use_cpu=not torch.cuda.is_available(), report_to=[],
+            save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        Trainer(model=model, args=arguments, train_dataset=_Windows(tokens_BT)).train()
+    return model
+
+
+def train_adapters(model: Any, tokens_BT: Tensor, rate: float) -> Any:
+    """Train LoRA adapters on all linear layers by AdamW; return the model with the adapters merged."""
+    from peft import LoraConfig, get_peft_model
+
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if model.config.model_type == "deepseek_v3":  # of which PEFT 0.21 leaves out the MLP (docs/serve.md)
+        targets = {
+            "target_modules": ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+            "target_parameters": [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")],
+        }
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, task_type="CAUSAL_LM", **targets))
+    plain = [name for name, module in adapted.named_modules() if type(module) is nn.Linear]
+    left = [name for name in plain if ".lora_" not in name and not name.endswith((".base_layer", "lm_head"))]
+    assert not left, f"no adapter: {', '.join(left)}"
+    return train_plainly(adapted, tokens_BT, rate).merge_and_unload()
+
+
+WAYS: dict[str, tuple[Callable[[Any, Tensor, float], Any], float]] = {
+    f"{name} {rate:g}": (way, rate)
+    for name, way in (("AdamW", train_plainly), ("Trainer", train_by_trainer), ("LoRA", train_adapters))
+    for rate in RATES
+}
+
+
+def in_fp8(weight: Tensor) -> Tensor:
+    """Round to float8 (e4m3) with one scale for the tensor."""
+    scale = weight.abs().max().clamp(min=1e-30) / _LARGEST_FP8
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def in_four_bits(weight: Tensor) -> Tensor:
+    """Round to 15 equal steps (-7 to 7) of a scale for every block of numbers."""
+    rows = nn.functional.pad(weight.flatten(), (0, -weight.numel() % BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
+    return ((rows / scale).round() * scale).flatten()[: weight.numel()].view_as(weight)
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a change of a whole model into a dtype."""
+    return lambda model: model.to(dtype)
+
+
+def quantised(rounding: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Return a change of the weights of all linear layers but the head."""
+
+    @torch.no_grad()
+    def change(model: Any) -> Any:
+        head = model.get_output_embeddings()
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module is not head:
+                module.weight.copy_(rounding(module.weight))
+        return model
+
+    return change
+
+
+ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "float16": in_dtype(torch.float16),
+    "bfloat16": in_dtype(torch.bfloat16),
+    "FP8 weights": quantised(in_fp8),
+    "4-bit weights": quantised(in_four_bits),
+}
+
+
+@torch.no_grad()
+def rounding_errors(load: Callable[[], Any], tokens_BT: Tensor) -> dict[str, float]:
+    """Return the mean |change| of log-probabilities, nats, by each of `ROUNDINGS`.
+
+    Args:
+        load: returns the model, in float32, anew.
+        tokens_BT: text.
+    """
+    exact = load().eval()(tokens_BT).logits.log_softmax(-1)
+    errors = {}
+    for name, change in ROUNDINGS.items():
+        rounded = change(load().eval())(tokens_BT).logits.float().log_softmax(-1)
+        errors[name] = float((rounded - exact).abs().mean())
+    return errors
 
 
 def load(directory: Path) -> Any:

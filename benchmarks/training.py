@@ -32,10 +32,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from kvfold.convert.calibration import passes
-from kvfold.convert.calibration.study import batch_size, layout_of
 from kvfold.convert.decide.plan import make_plan
-from kvfold.convert.families.source import open_source
 from kvfold.convert.request import FoldRequest
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
@@ -52,7 +49,6 @@ from kvfold.distill.stages.stage_work import StageContext
 from kvfold.distill.stages.student import load_student
 from kvfold.distill.stages.teacher import Online, Teacher, open_teacher
 from kvfold.distill.stages.weights import set_trainable
-from kvfold.models.causal_lm import load_model
 
 from .machine import save
 
@@ -180,74 +176,18 @@ def run(recipe: Recipe, teacher: Path) -> dict[str, float]:
     return {"seconds": seconds, "peak_bytes": peak - before}
 
 
-def dearest(act: Callable[[], Any]) -> dict[str, list[dict[str, Any]]]:
-    """The operations that took longest by themselves, with their shares of the processor's time.
-
-    As a whole and by shapes.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as profile:
-        act()
-    found = {}
-    for name, by_shape in (("operations", False), ("by_shape", True)):
-        events = sorted(
-            profile.key_averages(group_by_input_shape=by_shape), key=lambda event: -event.self_cpu_time_total
-        )
-        whole = sum(event.self_cpu_time_total for event in events)
-        found[name] = [
-            {
-                "operation": event.key + (" " + _shapes(event.input_shapes) if by_shape else ""),
-                "share": round(event.self_cpu_time_total / whole, 3),
-                "calls": event.count,
-            }
-            for event in events[:6]
-        ]
-    return found
-
-
-def _shapes(shapes: list[list[int]]) -> str:
-    return " ".join("x".join(map(str, shape)) for shape in shapes if shape)
-
-
-def profile_both(
-    teacher: Path, student: Path, tokens: int, length: int
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The dearest operations of a KL step and of a pass of statistics over as many tokens."""
-    step = distilling(make_recipe(teacher, student, "all", "online", tokens, length), teacher)
-    step(0)
-    source, model = open_source(teacher), load_model(teacher)
-    ids = torch.randint(
-        source.config["vocab_size"], (tokens // length, length), generator=torch.Generator().manual_seed(0)
-    )
-    how: dict[str, Any] = {
-        "layout": layout_of(source),
-        "batch_size": batch_size(length),
-        "calibration": "random",
-        "seed": 0,
-    }
-    return {
-        "kl step": dearest(lambda: step(1)),
-        "statistics": dearest(lambda: passes.collect(model, ids, **how)),
-    }
-
-
 @click.command()
 @click.argument("model")
 @click.option("--tokens", default=4096, show_default=True, help="Of a step.")
 @click.option("--length", default=256, show_default=True, help="Tokens of a window.")
 @click.option("--repeats", default=3, show_default=True, help="Runs of each kind.")
-@click.option("--profile", is_flag=True, help="Print the dearest operations instead of measuring.")
-@click.option(
-    "--name", required=True, help="Results go to benchmarks/results/training-NAME.json, or profile-NAME.json."
-)
+@click.option("--name", required=True, help="Results go to benchmarks/results/training-NAME.json.")
 @click.option("--once", nargs=3, hidden=True)
 def main(
     model: str,
     tokens: int,
     length: int,
     repeats: int,
-    profile: bool,
     name: str,
     once: tuple[str, str, str] | None,
 ) -> None:
@@ -261,13 +201,6 @@ def main(
     with tempfile.TemporaryDirectory() as work:
         fold = Path(work) / "fold"
         rewrite(make_plan(source, FoldRequest(model=str(source), to="mla", kv_budget="25%")), fold)
-        if profile:
-            found = profile_both(source, fold, tokens, length)
-            for what, lists in found.items():
-                for row in lists["operations"] + lists["by_shape"]:
-                    click.echo(f"{what:12} {row['share']:6.1%} {row['calls']:6} {row['operation']}")
-            click.echo(f"saved in {save(f'profile-{name}', {**setting, **found})}")
-            return
         command = [
             sys.executable,
             "-m",

@@ -4,6 +4,9 @@
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+EffortName = Literal["quick", "default", "best"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +48,9 @@ EFFORTS = {
         sequences=192, steps=300, batch=8, momentum=0.9, passes=False, solve=True, draws=4, widths=True
     ),
 }
+
+EFFORTS_EXPLAINED = "; ".join(
+    f"{name}: {row.sequences} sequences, "
+    + (f"{row.steps} steps of {row.batch} of them" if row.steps else "the closed form")
+    for name, row in EFFORTS.items()
+)

@@ -1,25 +1,28 @@
 """`FoldRequest`: everything that a user can ask of a fold, described once.
 
-The command, the Python API, `kvfold convert --config` and kvfold.json use it; `GQA`, `MQA` and `MLA` are its
-targets as Python writes them.
+The command's options, the arguments of the Python API, `kvfold convert --config` and kvfold.json are made of
+it; `GQA`, `MQA` and `MLA` are its targets as Python writes them.
 """
 
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from dataclasses import replace
+from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 
+from ..core.cache_dtypes import CacheDtypeName
+from ..core.command_options import Option, words_of
 from ..core.errors import InvalidInput
-from ..core.settings import LARGEST_SEED, Settings, refuse_texts, suggest
-from ..core.units import read_size
+from ..core.option_types import Bytes, Place, Tokens, as_list
+from ..core.settings import LARGEST_SEED, Settings, sentence_of, suggest
 from ..core.untrusted import read_yaml, shorten
 from ..texts.calibration_name import names_statistics
-from .efforts import EFFORTS, Effort
+from .decide.engines import EngineName
+from .efforts import EFFORTS, EFFORTS_EXPLAINED, Effort, EffortName
 
 SHARD_SIZE = 5 * 10**9  # bytes
 # Names of fields in other programs and in configurations of models.
@@ -48,16 +51,6 @@ def _as_share(value: object) -> str:
     return str(value)
 
 
-def _as_place(value: object) -> object:
-    """Return a path with the home directory for `~`; pydantic judges the rest.
-
-    An empty text is refused, which would be the current directory.
-    """
-    if value == "":
-        raise ValueError("it should be a path, not an empty text")
-    return Path(os.path.expanduser(value)) if isinstance(value, str | Path) else value
-
-
 def _as_calibration(value: object) -> object:
     """Return the text of a path, with the home directory for `~`; pydantic judges the rest."""
     if not isinstance(value, str | Path):
@@ -67,111 +60,166 @@ def _as_calibration(value: object) -> object:
     return own + os.path.expanduser(text.removeprefix(own))
 
 
-def _as_list(value: object) -> object:
-    """Return values from a text with commas or from a single number; pydantic judges the rest."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(","))
-    return (value,) if isinstance(value, Real) and not isinstance(value, Integral) else value
+Rank = Annotated[str, BeforeValidator(_as_rank), Option(metavar="N|full")]
+Share = Annotated[str, BeforeValidator(_as_share), Option(metavar="SHARE")]
+Shares = Annotated[tuple[Share, ...], BeforeValidator(as_list), Option(metavar="SHARE,...")]
+Engines = Annotated[tuple[EngineName, ...], BeforeValidator(as_list), Option("--engine", "NAME,...")]
+CalibrationName = Annotated[
+    str,
+    Field(min_length=1),
+    BeforeValidator(_as_calibration),
+    Option(metavar="self|none|stdlib|FILE|DATASET|self+FILE"),
+]
 
 
-def _as_bytes(value: object) -> object:
-    """Return bytes from a text such as `500MB` or `5GB`; pydantic judges the rest."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return read_size(value, "size", "bytes")
-    except InvalidInput:
-        raise ValueError("it should be a size, for example 500MB or 5GB") from None
+class _Target(Settings):
+    """A target as a user asks for it, with its sizes."""
+
+    def __init__(self, *values: Any, **given: Any) -> None:
+        """Refuse what the target does not take; Python's own mistake would be a `TypeError`."""
+        kind = type(self)
+        names = list(kind.model_fields)
+        if values:
+            write = f"{names[0]}={values[0]!r}" if names else ""
+            raise InvalidInput(f"{kind.__name__} takes values by name; write {kind.__name__}({write})")
+        for name in given:
+            if name not in names:
+                hint = suggest(name, names, _OTHER_NAMES) if names else "it takes none"
+                raise InvalidInput(f"unknown name {name!r} of {kind.__name__}; {hint}")
+        for name in ("rank", "q_lora_rank"):
+            if isinstance(rank := given.get(name), str) and rank != "full":
+                wanted = "a whole number or the text 'full'"
+                raise InvalidInput(f"{name} is {shorten(rank)}; it should be {wanted}")
+        kind.refuse_texts(given)
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise InvalidInput(sentence_of(error, {"": kind})) from None
 
 
-def _as_tokens(value: object) -> object:
-    """Return tokens from a text such as `8192` or `8k`; pydantic judges the rest."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return read_size(value, "context", "tokens")
-    except InvalidInput:
-        raise ValueError("it should be a number of tokens, for example 8192 or 8k") from None
+class GQA(_Target):
+    """Grouped-query attention (arXiv 2305.13245): neighbouring key/value heads become one.
+
+    Give either `kv_heads` or `kv_budget`.
+    """
+
+    if TYPE_CHECKING:  # callers write 25% as "25%" or 0.25
+
+        def __init__(self, **sizes: Any) -> None: ...
+
+    kv_heads: int | None = None
+    """GQA: key/value heads of the output, a divisor of the source's."""
+    kv_budget: Share | None = None
+    """GQA, MLA: cache after the fold as a share of the source's, such as 25% or 0.25."""
 
 
-Rank = Annotated[str, BeforeValidator(_as_rank)]
-Share = Annotated[str, BeforeValidator(_as_share)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-Shares = Annotated[tuple[Share, ...], BeforeValidator(_as_list)]
-Bytes = Annotated[int, BeforeValidator(_as_bytes), Field(le=LARGEST_SEED)]
-Tokens = Annotated[int, BeforeValidator(_as_tokens)]
-CalibrationName = Annotated[str, Field(min_length=1), BeforeValidator(_as_calibration)]
-Place = Annotated[Path, BeforeValidator(_as_place)]
+class MQA(_Target):
+    """Multi-query attention (arXiv 1911.02150): one key/value head for all query heads."""
 
 
-class FoldRequest(Settings):
-    """A fold as a user asks for it. The options of `kvfold convert` have the same names and defaults."""
+class MLA(_Target):
+    """Multi-head latent attention (arXiv 2405.04434): one latent for the keys and values of all heads.
+
+    Give either `rank` or `kv_budget`. With `engines` leave both out for a size that their kernels have.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **sizes: Any) -> None: ...
+
+    rank: Rank | None = None
+    """MLA: kv_lora_rank; `full` keeps everything and saves nothing (a proof)."""
+    kv_budget: Share | None = None
+    """GQA, MLA: cache after the fold as a share of the source's, such as 25% or 0.25."""
+    rope_dim: int | None = None
+    """MLA: qk_rope_head_dim, the width of the rotary key cached next to the latent. Default: chosen."""
+    q_lora_rank: Rank | None = None
+    """MLA: make the queries of all heads from so many numbers. Saves weights and their reads; the KV cache
+    does not change. Default: queries stay as they are."""
+    rope: Literal["decoupled", "intact"] | None = None
+    """MLA: a rotary key next to the latent, or keys that are rebuilt from the latent, then rotated. Default:
+    decoupled; of a source with key norms, chosen by the predicted loss and the engines."""
+    slots: Literal["allocated", "uniform"] | None = None
+    """MLA: rotary slots where they save most (with statistics), or on the table that stock engines compute.
+    Default: chosen."""
+
+
+class FoldRequest(MLA, GQA):
+    """A fold as a user asks for it: `kvfold convert` takes its fields as options.
+
+    It has the sizes of all targets; what does not belong to its own target is refused when it is planned.
+    """
+
+    if not TYPE_CHECKING:
+        __init__ = Settings.__init__  # a request is no target
 
     model: str = Field(min_length=1)
     """The source: a directory, or a Hub id with an optional `@revision`."""
     to: Literal["gqa", "mqa", "mla"]
     """Attention of the output."""
-    kv_heads: int | None = None
-    """GQA: key/value heads of the output."""
-    rank: Rank | None = None
-    """MLA: kv_lora_rank, or `full`, which keeps everything and saves nothing (a proof)."""
-    rope_dim: int | None = None
-    """MLA: qk_rope_head_dim, cached next to the latent; chosen when left out."""
-    kv_budget: Share | None = None
-    """GQA, MLA: cache after the fold as a share of the source's, e.g. `25%` or 0.25."""
-    q_lora_rank: Rank | None = None
-    """MLA: rank of the queries, or `full`; left out, queries stay as they are."""
-    rope: Literal["decoupled", "intact"] | None = None
-    """MLA: a rotary key next to the latent, or keys that are rebuilt from the latent, then rotated."""
     container: Literal["auto", "stock", "remote"] | None = None
-    """MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights."""
+    """MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights. Default: stock
+    where it fits."""
     latent_norm: Literal["auto", "fitted", "linear"] = "auto"
-    """MLA in the stock class: a norm that the latent is fitted to, or one made linear by a small scale."""
-    cache_dtype: Literal["bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"] = "bfloat16"
-    """Format in which the output's cache will be stored, and for which each layer is prepared."""
-    engines: Names = ()
-    """Engines that must run the output: transformers, vllm, sglang, llama.cpp, mlx and others."""
-    slots: Literal["allocated", "uniform"] | None = None
-    """MLA: rotary slots where they save most, or on the table that stock engines compute."""
+    """MLA in the stock class: fit the latent to the class's norm, so that the output can be trained and
+    stored in float16, or make the norm linear by a small scale. Auto: fitted, unless that exceeds a bound on
+    its loss."""
+    cache_dtype: CacheDtypeName = "bfloat16"
+    """Prepare the fold for a cache of this format: the coordinates of what is cached are chosen for it, and
+    refinement sees its rounding."""
+    engines: Engines = ()
+    """Engines that must run the output, which takes the least lossy container that all accept."""
     calibration: CalibrationName | None = None
-    """`self`, `none`, a text, a data set, `self+TEXT` or saved statistics; left out, `self` where needed."""
+    """Text on which the loss of a fold is predicted and measured: `self`, text that the model writes; `none`,
+    weights alone; `stdlib`, the source text of Python's standard library without what
+    `kvfold eval --text stdlib` reads; a text (UTF-8 of any suffix, or .txt, .jsonl, .json, .parquet, also
+    compressed, or a directory of these); a data set, org/name[:config[:split[:field]]]; half of each, as in
+    self+FILE; or saved statistics (.safetensors). Default: self where it is needed."""
     layerwise: bool | None = None
-    """Take statistics with one layer in memory at a time; left out, when the model does not fit whole."""
-    effort: Literal["quick", "default", "best"] = "default"
-    """How much text is read and how far layers are refined: a row of `efforts.EFFORTS`."""
+    """Take statistics with one layer in memory at a time. Default: where the model does not fit whole."""
+    effort: EffortName = Field(default="default", description=f"Time against quality. {EFFORTS_EXPLAINED}.")
     sequences: Annotated[int, Field(ge=1)] | None = None
-    """Calibration sequences; left out, as `effort` says."""
+    """Calibration sequences. Default: as `effort` says."""
     length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a calibration sequence; left out, 256 where the source writes text and 512 of another text,
-    or fewer where it was trained on fewer."""
+    """Tokens of a calibration sequence. Default: 256 where the source writes text and 512 of another text, or
+    fewer where the source was trained on fewer, if that shows."""
     context: Annotated[Tokens, Field(ge=2)] | None = None
-    """Tokens of the texts that the output is for; left out, texts of all lengths up to the source's
-    positions, or to where its own text breaks down."""
+    """Tokens of the texts that the output is for: distances beyond the calibration text are extrapolated to
+    it, at most to 4096. Default: texts of all lengths up to the source's positions, or to where its own text
+    breaks down."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""
-    save_statistics: Place | None = None
-    """File (.safetensors) that keeps the statistics."""
-    refine: Annotated[int, Field(ge=0)] | None = None
-    """Steps by which each layer is fitted to the source's; left out, as `effort` says; 0: closed form."""
+    save_statistics: Annotated[Place, Option(metavar="FILE")] | None = None
+    """File that keeps the statistics (.safetensors)."""
+    refine: Annotated[int, Field(ge=0), Option(metavar="STEPS")] | None = None
+    """Steps by which each layer alone is fitted to the source's on the calibration text; 0: the closed form.
+    Default: as `effort` says."""
     method: str | None = None
-    """Name of a method of the target; left out, `subspace`."""
+    """GQA, MQA: subspace, aligned, aligned:grouped or mean. MLA: subspace, or a published rule to compare
+    with: svd, transmla, care, no-sqrt-care, transmla-care, mha2mla, xecomla. mha2mla takes :high, :low or
+    :uniform for its rotary pairs (without one, by 2-norm) and :split to decompose keys and values apart, e.g.
+    mha2mla:high:split; transmla and the rules of care take :foldN (FreqFold) and :balanceR. Default:
+    subspace."""
     out: Place | None = None
-    """Output directory, which must not exist; left out, `./<model>-<target>`."""
+    """Output directory; must not exist. Default: ./<model>-<target>."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the output; `auto` is the source's. What is dequantised takes that of most other numbers, or
-    bfloat16."""
-    text_only: bool = False
-    """Of a multimodal checkpoint, write the folded text tower alone, as a causal language model."""
+    """Dtype of the output; auto: the source's; what is dequantised takes that of most other numbers, or
+    bfloat16. float16 is refused where a weight is larger than 65,504, and takes a fitted latent norm."""
     dequantize: bool = False
-    """Write the weights of a quantised source unquantised; otherwise only its attention is."""
+    """Write all weights of a quantised source unquantised; otherwise only attention is."""
+    text_only: bool = False
+    """Write the folded text tower of a multimodal model alone, as a causal language model."""
+    ignore_code: bool = False
+    """Fold a checkpoint that names a class in code of its own as transformers' class of its model_type."""
     shard_size: Annotated[Bytes, Field(ge=1)] = SHARD_SIZE
-    """Largest size of a weight file: bytes, or a text such as `5GB`."""
+    """Largest size of a weight file."""
     verify: Literal["full", "lint", "none"] = "lint"
-    """At the end ask the rules of `kvfold verify` (`lint`), or also run the output next to its source."""
+    """At the end: `lint` checks the rules of `kvfold verify`, `full` also runs the output against its source.
+    Exit code 3 where the output, which stays, fails."""
     jobs: Annotated[int, Field(ge=1)] | None = None
-    """Layers folded at once; left out, one per core if they fit in memory."""
+    """Layers folded at once. Default: one per core, if they fit in memory."""
 
     @property
     def source_name(self) -> str | None:
@@ -212,15 +260,8 @@ class FoldRequest(Settings):
     @property
     def command(self) -> str:
         """The command that writes the same output again."""
-        words = ["kvfold", "convert", self.model]
-        for name, value in self.essentials().items():
-            if name == "model":
-                continue
-            option = "--engine" if name == "engines" else f"--{name.replace('_', '-')}"
-            words.append(option)
-            if value is not True:
-                words.append(",".join(value) if isinstance(value, list) else str(value))
-        return shlex.join(words)
+        values = {name: value for name, value in self.essentials().items() if name != "model"}
+        return shlex.join(["kvfold", "convert", self.model, *words_of(type(self), values)])
 
     @property
     def _has_saved_statistics(self) -> bool:
@@ -232,7 +273,7 @@ _RECORDED = (
     "model", "to", "kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container",
     "latent_norm", "cache_dtype", "engines", "slots", "calibration", "effort", "sequences", "length", "seed",
     "context", "refine", "shard_size", "method", "revision", "dtype", "dequantize",
-    "text_only",
+    "text_only", "ignore_code",
 )  # fmt: skip
 
 
@@ -263,119 +304,17 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> FoldRequest:
     return fold_request({**values, **overrides}, file.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """A target as a user asks for it."""
-
-    to: ClassVar[str]
-
-    def __new__(cls, *values: Any, **given: Any) -> Self:
-        """Refuse what the target does not take; Python's own mistake would be a `TypeError`."""
-        names = [field.name for field in fields(cls)]
-        if values:
-            write = f"{names[0]}={values[0]!r}" if names else ""
-            raise InvalidInput(f"{cls.__name__} takes values by name; write {cls.__name__}({write})")
-        for name in given:
-            if name not in names:
-                hint = suggest(name, names, _OTHER_NAMES) if names else "it takes none"
-                raise InvalidInput(f"unknown name {name!r} of {cls.__name__}; {hint}")
-        return super().__new__(cls)
-
-    def options(self) -> dict[str, Any]:
-        """Return the target's fields of a `FoldRequest`."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"to": self.to, **{name: value for name, value in given.items() if value is not None}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GQA(_Wanted):
-    """Grouped-query attention (arXiv 2305.13245): neighbouring key/value heads become one.
-
-    Give either `kv_heads` or `kv_budget`.
-
-    Attributes:
-        kv_heads: key/value heads of the output; a divisor of the source's.
-        kv_budget: cache after the fold as a share of the source's: `"25%"` or 0.25.
-    """
-
-    to: ClassVar[str] = "gqa"
-    kv_heads: int | None = None
-    kv_budget: str | float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MQA(_Wanted):
-    """Multi-query attention (arXiv 1911.02150): one key/value head for all query heads."""
-
-    to: ClassVar[str] = "mqa"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLA(_Wanted):
-    """Multi-head latent attention (arXiv 2405.04434): one latent for the keys and values of all heads.
-
-    Give either `rank` or `kv_budget`. With `engines` leave both out for a size that their kernels have.
-
-    Attributes:
-        rank: kv_lora_rank, or `"full"`, which keeps everything and saves nothing (a proof).
-        kv_budget: cache after the fold as a share of the source's, both parts together: `"25%"` or 0.25.
-        rope_dim: qk_rope_head_dim, the width of the rotary key next to the latent; chosen when None.
-        q_lora_rank: rank of the queries, or `"full"`; None leaves them as they are. It saves weights and no
-            cache.
-        rope: `decoupled`, a rotary key of its own next to the latent; `intact`, keys that are rebuilt from
-            the latent, then rotated. None is `decoupled`; of a source with key norms it is chosen by the
-            predicted loss and the engines.
-        slots: rotary slots where they save most (`allocated`, with statistics) or on the table that stock
-            engines compute (`uniform`); chosen when None.
-    """
-
-    to: ClassVar[str] = "mla"
-    rank: int | str | None = None
-    kv_budget: str | float | None = None
-    rope_dim: int | None = None
-    q_lora_rank: int | str | None = None
-    rope: Literal["decoupled", "intact"] | None = None
-    slots: Literal["allocated", "uniform"] | None = None
-
-
-class FoldOptions(TypedDict, total=False):
-    """The keyword arguments of `kvfold.fold` apart from its target and output: fields of `FoldRequest`."""
-
-    container: Literal["auto", "stock", "remote"]
-    latent_norm: Literal["auto", "fitted", "linear"]
-    cache_dtype: Literal["bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"]
-    calibration: str | Path
-    layerwise: bool
-    effort: Literal["quick", "default", "best"]
-    sequences: int
-    length: int
-    context: int | str
-    seed: int
-    save_statistics: str | Path
-    refine: int
-    method: str
-    revision: str
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    dequantize: bool
-    text_only: bool
-    shard_size: int | str
-    verify: Literal["full", "lint", "none"]
-    jobs: int
-
-
 def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> FoldRequest:
     """Return the request for a target, with other fields of `FoldRequest` by name; None leaves one out.
 
     Raises:
         InvalidInput: names the field, its value and what would be right.
     """
-    if not isinstance(target, _Wanted):
+    if not isinstance(target, _Target) or isinstance(target, FoldRequest):
         raise InvalidInput(f"the target is {target!r}; it should be kvfold.GQA(...), MQA() or MLA(...)")
+    sizes = {name: value for name, value in dict(target).items() if value is not None}
     given = {name: value for name, value in options.items() if value is not None}
-    for name in sorted(target.options().keys() & given.keys()):
+    for name in sorted(sizes.keys() & given.keys()):
         raise InvalidInput(f"{name} is given twice, in the target and as an option; leave one of them out")
-    refuse_texts({**target.options(), **given}, FoldRequest)
-    for name in ("rank", "q_lora_rank"):
-        if isinstance(wanted := target.options().get(name), str) and wanted != "full":
-            raise InvalidInput(f"{name} is {shorten(wanted)}; it should be a whole number or the text 'full'")
-    return fold_request({"model": str(model), **target.options(), **given})
+    to = type(target).__name__.lower()
+    return FoldRequest.take({"model": str(model), "to": to, **sizes, **given}, _OTHER_NAMES)

@@ -3,16 +3,17 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
 from .display import LOSS_COLUMNS, duration, is_main_process, loss_rows, wait_for_rank_0
+from .recipe.recipe import Profile
 
 if TYPE_CHECKING:
-    from .recipe.recipe import Profile, Recipe
+    from .recipe.recipe import Recipe
     from .run.training_result import TrainingResult
 
 
@@ -146,7 +147,7 @@ class _Distill(Command):
 @OVERRIDES
 @click.option(
     "--profile",
-    type=click.Choice(["cpu", "single", "ddp", "fsdp2", "zero2", "zero3", "multinode"]),
+    type=click.Choice(get_args(Profile)),
     help="How processes divide the run: whole copies of the models (ddp), or shards (fsdp2, zero2, zero3; by "
     "FSDP 2, not DeepSpeed). Arguments after -- are passed to accelerate.",
 )
@@ -160,7 +161,7 @@ class _Distill(Command):
 def main(
     recipe: Path,
     overrides: tuple[str, ...],
-    profile: "Profile | None",
+    profile: Profile | None,
     launcher: tuple[str, ...],
     dry_run: bool,
     as_json: bool,

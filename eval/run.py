@@ -1,21 +1,24 @@
 """A whole evaluation in this process: the models by role, and the suites in turn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ..checkpoints.eval_json import SCHEMA, TextProtocol
 from ..checkpoints.quality_blocks import SuiteBlock
 from ..core.console import is_first
+from ..core.errors import InvalidInput
+from ..core.files import replace_text
 from ..core.memory import enough_memory, remedy_of
 from ..core.processes import together
+from ..core.settings import Settings
+from ..core.work import WorkDir, claimed, discard_finished, working_directory
 from ..texts.corpus import Text
-from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .result import Result
-from .subject import Subject, versions
+from .subject import Subject, asked_of, versions
 from .suites.catalogue import DEFAULT, SUITES, with_storage
 
 
@@ -27,8 +30,8 @@ def evaluate(
     parent: Path | None = None,
     *,
     suites: Sequence[str] = DEFAULT,
-    settings: Mapping[str, Any] | None = None,
-    journal: EvaluationJournal | None = None,
+    settings: Settings | None = None,
+    journal: WorkDir | None = None,
 ) -> Result:
     """Measure a checkpoint, and its teacher and folded parent where they are given, on the same windows.
 
@@ -39,7 +42,7 @@ def evaluate(
         options: how to load the models and how to cut the text.
         parent: the folded checkpoint that `student` was distilled from; the recovered share needs it.
         suites: names of `SUITES`.
-        settings: values of the suites' own options, by option name.
+        settings: the suites' own options, such as `SuiteSettings`; None: their defaults.
         journal: the finished parts of an interrupted evaluation with the same arguments.
 
     Returns:
@@ -55,9 +58,14 @@ def evaluate(
     given = {role: path for role, path in paths.items() if path is not None}
     remedy = _remedy(options, "" if text is None else "a smaller --window", is_alone=len(given) == 1)
     with enough_memory(remedy):
-        modules = _modules(suites, settings or {})
+        modules = {name: import_module(f".suites.{SUITES[name].module}", __package__) for name in suites}
+        for name, module in modules.items():
+            if hasattr(module, "check"):
+                module.check(asked_of(settings, SUITES[name].settings))
         subject = Subject(given, options, text, settings, journal)
         found = _measure(subject, modules)
+        with together():
+            subject.check_unchanged()
     return Result(
         schema=SCHEMA,
         checkpoint=subject.checkpoints["student"],
@@ -69,6 +77,42 @@ def evaluate(
         versions=versions(),
         cache_dtype=options.cache_dtype,
     )
+
+
+@contextmanager
+def reserved(out: Path) -> Iterator[tuple[WorkDir, Callable[[str], None]]]:
+    """Claim the working directory of a report before the long work.
+
+    Args:
+        out: the report, which must not exist.
+
+    Yields:
+        The working directory, and a function that writes the report.
+
+    Raises:
+        InvalidInput: `out` exists or cannot be written, or another evaluation writes it.
+    """
+    with ExitStack() as stack:
+        try:
+            discard_finished(out)
+            if out.exists() or out.is_symlink():
+                raise InvalidInput(f"--out {out} exists; name another file")
+            if not out.parent.is_dir():
+                raise InvalidInput(f"--out {out}: there is no directory {out.parent}")
+            claim = claimed(working_directory(out), "evaluation", keeps=lambda work: bool(work.units))
+            work = stack.enter_context(claim)
+        except OSError as error:
+            raise InvalidInput(
+                f"--out {out} cannot be written: {error.strerror}; name another file, or fix that and run "
+                "the same command again"
+            ) from None
+
+        def write(report: str) -> None:
+            place = work.path / "eval.json"
+            replace_text(place, report)
+            work.finish(place, out)
+
+        yield work, write
 
 
 def _measure(subject: Subject, modules: Mapping[str, ModuleType]) -> dict[str, SuiteBlock | None]:
@@ -109,15 +153,6 @@ def _remedy(options: Options, shorter: str, *, is_alone: bool) -> str:
         "--one-at-a-time": not options.one_at_a_time and not is_alone,
     }
     return remedy_of(ways, "a machine with more memory")
-
-
-def _modules(suites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, ModuleType]:
-    """Return the module of each suite, after every suite has checked its settings."""
-    modules = {name: import_module(f".suites.{SUITES[name].module}", __package__) for name in suites}
-    for module in modules.values():
-        if hasattr(module, "check"):
-            module.check(settings)
-    return modules
 
 
 def _protocol(subject: Subject) -> TextProtocol:

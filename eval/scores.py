@@ -18,10 +18,10 @@ from torch import Tensor
 from ..core.console import progress
 from ..core.errors import InvalidInput
 from ..core.processes import from_every, place, together
+from ..core.work import WorkDir
 from ..models.causal_lm import Loaded
 from ..models.finite import refuse
 from ..models.head import check_head, head_logits, last_hidden
-from .evaluation_journal import EvaluationJournal
 from .windows import TextWindows
 
 T = TypeVar("T")
@@ -141,14 +141,12 @@ def gather(windows: TextWindows, measures: Mapping[str, Tensor]) -> Scores:
     return Scores(window_S, target_S + 1, found, kl_S, same_S, others)
 
 
-def pending(
-    windows: TextWindows, batch_size: int, roles: Sequence[str], journal: EvaluationJournal
-) -> list[int]:
+def pending(windows: TextWindows, batch_size: int, roles: Sequence[str], journal: WorkDir) -> list[int]:
     """Return the first windows of this process's share of the batches that the journal does not hold."""
     starts = [
         start
         for start in range(0, len(windows.ids_NW), batch_size)
-        if _part(roles, start) not in journal.parts
+        if _part(roles, start) not in journal.units
     ]
     rank, ranks = place()
     return starts[rank::ranks]
@@ -162,7 +160,7 @@ def score(
     *,
     roles: Sequence[str] | None = None,
     chunk: int | None = None,
-    journal: EvaluationJournal | None = None,
+    journal: WorkDir | None = None,
 ) -> dict[str, Tensor]:
     """Score the windows with all models at once.
 
@@ -184,7 +182,7 @@ def score(
     Raises:
         InvalidInput: a model gives a logit that is not finite.
     """
-    kept, roles = journal or EvaluationJournal(), roles or list(sources)
+    kept, roles = journal or WorkDir(), roles or list(sources)
     own = pending(windows, batch_size, roles, kept)
     rounds = max(from_every(len(own)), default=0)
     for turn in progress(range(rounds), "Scoring", total=rounds):
@@ -198,8 +196,8 @@ def score(
                 found[_part(roles, own[turn])] = {name: _pack(value) for name, value in scored.items()}
         for parts in from_every(found):
             for name, value in parts.items():
-                kept.keep(name, value)
-    batches = [kept.parts[_part(roles, start)] for start in range(0, len(windows.ids_NW), batch_size)]
+                kept.add({name: value})
+    batches = [kept.units[_part(roles, start)] for start in range(0, len(windows.ids_NW), batch_size)]
     return {name: torch.cat([_unpack(batch[name]) for batch in batches]) for name in batches[0]}
 
 

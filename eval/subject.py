@@ -5,7 +5,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,24 +13,27 @@ import torch
 import transformers
 
 from ..checkpoints.eval_json import MeasuredCheckpoint
-from ..checkpoints.identity import hashes_of, identity
+from ..checkpoints.identity import check_signature, hashes_of, identity, signature
 from ..checkpoints.record import changed_since, other_weights, read_record
 from ..core.cache_dtypes import cache_dtype
 from ..core.console import notice
 from ..core.memory import free_bytes
 from ..core.processes import from_every, from_first, together
+from ..core.settings import Settings
 from ..core.version import __version__
+from ..core.work import WorkDir
 from ..models.causal_lm import Described, Loaded, check_comparable, describe, load, place_of
 from ..models.stored_cache import StoredCache
 from ..models.teacher_cache import TeacherCache, identify
 from ..texts.corpus import Text
-from .evaluation_journal import EvaluationJournal
 from .options import Options
 from .scores import UNQUANTISED, Live, LogitSource, Scores, gather, pending, score
 from .stored_teacher import OPTION, StoredTeacher, fill
+from .suites.catalogue import SUITES
 from .windows import Limit, TextWindows, cut, limit_of, window_length
 
 Made = TypeVar("Made")
+S = TypeVar("S", bound=Settings)
 _NO_NUMBERS = (
     "device_map",
     "offload_dir",
@@ -69,7 +71,6 @@ class Subject:
         roles: `student`, then `teacher` and `parent` where there are any.
         options: options for loading models and cutting the text.
         text: the text to read; None where no suite reads one.
-        settings: values of the suites' own options, by option name.
         one_at_a_time: only one model may be in memory; call `load` for each use and keep no reference.
         stored: the loaded student's cache in `options.cache_dtype`; None where that is None or nothing is
             loaded.
@@ -80,8 +81,8 @@ class Subject:
         paths: Mapping[str, Path],
         options: Options,
         text: Text | None,
-        settings: Mapping[str, Any] | None = None,
-        journal: EvaluationJournal | None = None,
+        settings: Settings | None = None,
+        journal: WorkDir | None = None,
     ) -> None:
         """Check that the models can be compared; weights are read only to hash them.
 
@@ -89,19 +90,20 @@ class Subject:
             InvalidInput: a directory holds no model, there is no such device, two models cannot be compared,
                 or the journal belongs to another evaluation.
         """
-        self.paths, self.options, self.text, self.settings = paths, options, text, dict(settings or {})
+        self.paths, self.options, self.text, self._settings = paths, options, text, settings
         self.roles = tuple(paths)
         self.device, self._dtype = place_of(options)
         self._loaded: dict[str, Loaded] = {}
         self._made: dict[Callable[[Subject], Any], Any] = {}
         self.stored: StoredCache | None = None
-        self._journal = journal or EvaluationJournal()
+        self._journal = journal or WorkDir()
         with together():
             self._described = {role: describe(path, options, multimodal=True) for role, path in paths.items()}
             for role in self.roles[1:]:
                 check_comparable(
                     self._described["student"], self._described[role], text.joined if text else ""
                 )
+        self._read = {role: signature(path) for role, path in paths.items()}
         hashes = {role: hashes_of(path) for role, path in paths.items()}
         self.checkpoints: dict[str, MeasuredCheckpoint] = {
             role: measured_checkpoint(path, hashes[role]) for role, path in paths.items()
@@ -115,7 +117,7 @@ class Subject:
         self.one_at_a_time = self._do_not_fit() if options.one_at_a_time is None else options.one_at_a_time
         with together():
             self._journal.begin(self._asked())
-        self._journal.parts = from_first(self._journal.parts)
+        self._journal.units = from_first(self._journal.units)
 
     def _look_for_changes(self, hashes: Mapping[str, str]) -> None:
         """Report a teacher in the place of the student's source that has other files than the source had."""
@@ -126,6 +128,10 @@ class Subject:
             and (name := changed_since(record, teacher, hashes))
         ):
             notice(f"{teacher} has changed since {self.paths['student']} was made from it: {name} differs")
+
+    def asked(self, kind: type[S]) -> S:
+        """Return the options of a suite, which has their class in its row of `SUITES`."""
+        return asked_of(self._settings, kind)
 
     def load(self, role: str) -> Loaded:
         """Return the model, loaded once and kept; with `one_at_a_time` the others are released first.
@@ -139,9 +145,19 @@ class Subject:
             if self.one_at_a_time:
                 self._release()
             loaded = self._loaded[role] = load(self.paths[role], self.options, multimodal=True)
+            self.check_unchanged(role)
             if role == "student" and self.options.cache_dtype is not None:
                 self.stored = StoredCache(loaded.model, cache_dtype(self.options.cache_dtype))
         return self._loaded[role]
+
+    def check_unchanged(self, *roles: str) -> None:
+        """Check that models have the files whose hashes are recorded; by default all of them.
+
+        Raises:
+            InvalidInput: a file was written, replaced or removed meanwhile.
+        """
+        for role in roles or self.roles:
+            check_signature(self.paths[role], self._read[role])
 
     @contextmanager
     def unquantised(self) -> Iterator[Loaded]:
@@ -158,7 +174,7 @@ class Subject:
             name: `suite/role`, and whatever else distinguishes the parts of a suite.
             measure: returns plain values with finite numbers.
         """
-        return self._journal.part(name, measure)
+        return self._journal.unit(name, measure)
 
     def once(self, make: Callable[["Subject"], Made]) -> Made:
         """Return what a function makes of this subject; further calls return the same.
@@ -273,9 +289,12 @@ class Subject:
 
     def _asked(self) -> dict[str, Any]:
         """Return everything that the numbers depend on."""
-        given = {**asdict(self.options), **self.settings}
+        given = self.options.model_dump(exclude=set(_NO_NUMBERS))
+        for suite in SUITES.values():
+            given |= self.asked(suite.settings).model_dump()
         options = {
-            f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in _NO_NUMBERS
+            f"--{name.replace('_', '-')}": ",".join(map(str, value)) if isinstance(value, tuple) else value
+            for name, value in given.items()
         }
         models = {role: checkpoint.identity for role, checkpoint in self.checkpoints.items()}
         text = {} if self.text is None else {"text": [self.text.name, self.text.sha256]}
@@ -287,6 +306,13 @@ class Subject:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def asked_of(settings: Settings | None, kind: type[S]) -> S:
+    """Return the part of some settings that a class describes, or its defaults where they have none of it."""
+    if settings is None or not kind.model_fields.keys() <= type(settings).model_fields.keys():
+        return kind()
+    return settings.part(kind)
 
 
 def versions() -> dict[str, str]:

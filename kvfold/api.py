@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from .arguments import directories_of, directory_of, names_of, optional_path, optional_text, public, text_of
+from .arguments import directories_of, directory_of, optional_path, optional_text, public, text_of
 from .core.console import ProgressCallback, calling
 from .core.errors import InvalidInput
-from .core.units import bytes_of
 from .results import Folded, Measurements, Published, Quantized, TrainingRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .convert.request import GQA, MLA, MQA, FoldOptions
+    from .convert.request import GQA, MLA, MQA
     from .distill.recipe.recipe import Recipe
     from .planning.recommendation import Candidates
     from .verification.verify import VerificationReport
@@ -34,7 +33,7 @@ def fold(
     out: str | Path | None = None,
     engines: Sequence[str] = (),
     progress: ProgressCallback | None = None,
-    **options: Unpack[FoldOptions],
+    **options: Any,
 ) -> Folded: ...
 
 
@@ -46,7 +45,7 @@ def fold(
     tokenizer: PreTrainedTokenizerBase,
     engines: Sequence[str] = (),
     progress: ProgressCallback | None = None,
-    **options: Unpack[FoldOptions],
+    **options: Any,
 ) -> PreTrainedModel: ...
 
 
@@ -59,7 +58,7 @@ def fold(
     engines: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: ProgressCallback | None = None,
-    **options: Unpack[FoldOptions],
+    **options: Any,
 ) -> Folded | PreTrainedModel:
     """Fold a model's attention so that its KV cache becomes smaller.
 
@@ -94,15 +93,15 @@ def fold(
     from .convert.request import request_of
     from .fold_run import carry_out, fold_loaded
 
-    names = names_of(engines, "engines")
+    options["engines"] = engines
     with calling(progress):
         if isinstance(source, str | Path):
             if tokenizer is not None:
                 raise InvalidInput("tokenizer is for a loaded model; a directory and a Hub id have their own")
-            return carry_out(request_of(source, target, out=out, engines=names, **options))
+            return carry_out(request_of(source, target, out=out, **options))
         if out is not None and hasattr(source, "save_pretrained"):
             raise InvalidInput(f"out is {str(out)!r}; leave it out, since a loaded model has no output")
-        return fold_loaded(source, target, tokenizer, engines=names, **options)
+        return fold_loaded(source, target, tokenizer, **options)
 
 
 @public
@@ -140,12 +139,11 @@ def plan(
         >>> table.chosen["label"], len(table) > 10
         ('MLA 128, rope intact', True)
     """
-    from .planning.recommendation import plan_request, recommend
+    from .planning.recommendation import PlanRequest, recommend
 
-    options |= {"model": text_of(source, "source"), "context": context, "memory": memory, "batch": batch}
-    options["engines"] = names_of(engines, "engines")
+    options |= {"context": context, "memory": memory, "batch": batch, "engines": engines}
     with calling(progress):
-        return recommend(plan_request(options))
+        return recommend(PlanRequest.take({"model": text_of(source, "source"), **options}))
 
 
 @public
@@ -215,8 +213,8 @@ def evaluate(
         teacher: the model to compare with; by default the source named in kvfold.json.
         out: a file for the JSON report, from which an interrupted evaluation is resumed.
         progress: called with a description, how many items are done and how many there are.
-        options: fields of `kvfold.eval.options.Options` (window, device, ...), the suites' own options, and
-            `rows`, a JSON file with the rows of WikiText-2 in place of the Hub's.
+        options: other fields of `kvfold.eval.options.EvalRequest`, such as `window`, `device` or
+            `speed_batch`.
 
     Returns:
         What was measured. `result["kl.mean"]` is a number by its path.
@@ -230,13 +228,15 @@ def evaluate(
         >>> 0 < found["kl.mean"] < 5, found["cache.ratio"]
         (True, 0.25)
     """
-    from .eval.request import eval_request, run_request
+    from .eval.options import EvalRequest
+    from .eval.request import run_request
 
-    model, file = text_of(directory, "directory"), optional_path(out, "out")
-    named = names_of(suites, "suites")
-    words, other = optional_text(text, "text"), optional_text(teacher, "teacher")
+    given = {**options, "suites": suites, "model": text_of(directory, "directory")}
+    given |= {"text": optional_text(text, "text"), "teacher": optional_text(teacher, "teacher")}
+    file = optional_path(out, "out")
     with calling(progress) as heard:
-        result = run_request(eval_request(model, words, named, other, options), file)
+        given = {name: value for name, value in given.items() if value is not None}
+        result = run_request(EvalRequest.take(given), file)
     return Measurements(report=result.to_json(), table=result.grid(), notices=tuple(heard.notices))
 
 
@@ -273,18 +273,12 @@ def verify(
         >>> kvfold.verify(work / "folded", run=False).failures
         []
     """
-    from .convert.decide.engines import read_engines
-    from .models.remote_code import renew
-    from .verification.engine_runs import check_llama_cpp
-    from .verification.verify import verify as run_checks
+    from .verification.request import VerifyRequest
+    from .verification.request import carry_out as check
 
-    names = read_engines(",".join(names_of(engines, "engines")))
-    origin, built = optional_path(source, "source"), optional_path(llama_cpp, "llama_cpp")
-    place = directory_of(directory)
-    check_llama_cpp(names, built)
-    if renew_code:
-        renew(place)
-    return run_checks(place, names, origin, run=run, llama_cpp=built, cache_dtype=cache_dtype)
+    given = {"directory": directory_of(directory), "engines": engines, "source": source, "run": run}
+    given |= {"cache_dtype": cache_dtype, "llama_cpp": llama_cpp, "renew_code": renew_code}
+    return check(VerifyRequest.take(given))
 
 
 @public
@@ -319,11 +313,13 @@ def quantize(
         'quantize'
     """
     from .quantisation.quantize import plan_quantize, write_quantized
+    from .quantisation.request import QuantizeRequest
 
-    target, name = optional_path(out, "out"), text_of(scheme, "scheme")
+    given = {"directory": directory_of(directory), "scheme": scheme, "out": out}
     with calling(progress):
-        plan = plan_quantize(directory_of(directory), name, target, group=group_size)
-        return Quantized(directory=plan.out, record=write_quantized(plan, bytes_of(shard_size, "shard_size")))
+        asked = QuantizeRequest.take({**given, "group_size": group_size, "shard_size": shard_size})
+        plan = plan_quantize(asked.directory, asked.scheme, asked.out, group=asked.group_size)
+        return Quantized(directory=plan.out, record=write_quantized(plan, asked.shard_size))
 
 
 @public
@@ -357,13 +353,12 @@ def publish(
         >>> kvfold.publish(work / "folded", "me/folded", verify="lint", dry_run=True).commit is None
         True
     """
-    from .publishing.publish import release
+    from .publishing.publish import PublishRequest, release
 
-    name = text_of(repository, "repository")
-    if verify is not None and verify not in ("lint", "full"):
-        raise InvalidInput(f"verify is {verify!r}; it should be 'lint', 'full' or None")
+    given = {"directory": directory_of(directory), "repository": text_of(repository, "repository")}
+    asked = PublishRequest.take({**given, "private": private, "verify": verify, "dry_run": dry_run})
     with calling(progress):
-        found = release(directory_of(directory), name, private=private, verification=verify, dry_run=dry_run)
+        found = release(asked)
     if failures := "; ".join(found.verification.failures):
         raise InvalidInput(f"{directory} does not pass kvfold verify, so nothing was uploaded: {failures}")
     return found

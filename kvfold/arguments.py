@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,7 +26,12 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     """
     parameters = dict(inspect.signature(function).parameters)
     parameters.pop("self", None)  # of a method
-    options = _OPTIONS[function.__name__] if "options" in parameters else tuple
+
+    def options() -> list[str]:
+        if "options" not in parameters:
+            return []
+        module, name = _SETTINGS[function.__name__]
+        return list(getattr(import_module(f"{__package__}.{module}"), name).model_fields)
 
     @wraps(function)
     def call(*args: P.args, **given: P.kwargs) -> R:
@@ -61,40 +67,16 @@ def _by_option(names: Sequence[str]) -> Mapping[str, str]:
     return {**lists, **found, **dict(others[name] for name in others if name in names)}
 
 
-def _fold_options() -> Iterable[str]:
-    from .convert.request import FoldRequest
-
-    return FoldRequest.model_fields
-
-
-def _plan_options() -> Iterable[str]:
-    from .planning.request import PlanRequest
-
-    return PlanRequest.model_fields
-
-
-def _eval_options() -> Iterable[str]:
-    from .eval.request import option_names
-
-    return option_names()
-
-
-def _migrate_options() -> Iterable[str]:
-    from .migration.migration_options import MigrationOptions
-
-    return MigrationOptions.model_fields
-
-
 # The arguments of functions, by the names of the fields that they fill.
 _ARGUMENTS = {"model": "source", "to": "target"}
 # Flags of commands whose values one argument takes.
 _OTHER_NAMES = {"quality": "goal", "speed": "goal"}
-# The names that a function takes as `**options`.
-_OPTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
-    "fold": _fold_options,
-    "plan": _plan_options,
-    "evaluate": _eval_options,
-    "migrate": _migrate_options,
+# The settings whose fields a function takes as `**options`: their module and class.
+_SETTINGS = {
+    "fold": ("convert.request", "FoldRequest"),
+    "plan": ("planning.request", "PlanRequest"),
+    "evaluate": ("eval.options", "EvalRequest"),
+    "migrate": ("migration.migration_options", "MigrationOptions"),
 }
 
 
@@ -154,23 +136,3 @@ def directories_of(value: Any) -> list[Path]:
     if not isinstance(given, Sequence):
         raise InvalidInput(f"directories is {shorten(given)}; it should be a list of paths")
     return [path_of(one, "one of directories") for one in given]
-
-
-def names_of(value: Any, name: str) -> tuple[str, ...]:
-    """Return names from a sequence of texts, or from one text with commas.
-
-    Args:
-        value: the sequence or the text.
-        name: of the argument, for the error.
-
-    Raises:
-        InvalidInput: it is neither.
-    """
-    names = value.split(",") if isinstance(value, str) else value
-    try:
-        names = tuple(names)
-    except TypeError:
-        names = (None,)
-    if not all(isinstance(one, str) for one in names):
-        raise InvalidInput(f"{name} is {shorten(value)}; it should be a list of names")
-    return tuple(one.strip() for one in names)

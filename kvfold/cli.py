@@ -1,29 +1,34 @@
-"""The umbrella command: every sub-command of `kvfold`."""
+"""The umbrella command: every sub-command of `kvfold`, each imported when it is asked for."""
 
+from importlib import import_module
 from typing import Any
 
 import click
 
-from .convert.cli import main as convert
-from .convert.families.support import main as families
-from .convert.towers.cli import main as assemble
 from .core.console import refusing
 from .core.version import __version__
-from .demo import main as demo
-from .distill.cli import main as distill
-from .eval.cli import main as evaluate
-from .eval.page.cli import main as report
-from .lab.cli import main as lab
-from .migration.cli import main as migrate
-from .planning.cli import main as plan
-from .publishing.publish import main as publish
-from .quantisation.cli import main as quantize
-from .verification.cli import main as verify
-from .verification.engine_table import main as engines
+
+# In the order in which they are used: the module whose `main` is the command, and its purpose.
+COMMANDS = {
+    "plan": ("planning.cli", "List the targets that fit a memory, best first."),
+    "convert": ("convert.cli", "Fold a checkpoint to GQA, MQA or MLA."),
+    "distill": ("distill.cli", "Train a fold against its source."),
+    "assemble": ("convert.towers.cli", "Put a text tower back into its multimodal checkpoint."),
+    "eval": ("eval.cli", "Measure a checkpoint, paired with its source."),
+    "report": ("eval.page.cli", "Show evaluations as one HTML page."),
+    "verify": ("verification.cli", "Check an output against the rules of engines."),
+    "quantize": ("quantisation.cli", "Round the weights of a checkpoint to 8 or 4 bits."),
+    "publish": ("publishing.publish", "Upload a checkpoint with a model card."),
+    "migrate": ("migration.cli", "Find the smallest cache that holds a bound."),
+    "families": ("convert.families.support", "Show which families can be folded to what."),
+    "engines": ("verification.engine_table", "Show which engine runs which kind of output."),
+    "lab": ("lab.cli", "Compare attention variants at a shape."),
+    "demo": ("demo", "Fold, distil and evaluate the bundled checkpoint."),
+}
 
 
-class _InOrder(click.Group):
-    """A group whose help lists the commands as they were added: in the order in which they are used."""
+class _Commands(click.Group):
+    """A group that imports a command when it is run."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -41,10 +46,22 @@ class _InOrder(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command by its name, if there is one."""
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = import_module(f"{__package__}.{COMMANDS[cmd_name][0]}").main
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write every command with its purpose."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, purpose) for name, (_, purpose) in COMMANDS.items()])
 
 
-@click.group(cls=_InOrder)
+@click.group(cls=_Commands)
 @click.version_option(__version__, prog_name="kvfold")
 def main() -> None:
     """Fold a pretrained decoder's KV cache.
@@ -52,25 +69,6 @@ def main() -> None:
     Convert it to GQA, MQA or MLA, distil it back, measure what was recovered.
     """
 
-
-for command, purpose in (
-    (plan, "List the targets that fit a memory, best first."),
-    (convert, "Fold a checkpoint to GQA, MQA or MLA."),
-    (distill, "Train a fold against its source."),
-    (assemble, "Put a text tower back into its multimodal checkpoint."),
-    (evaluate, "Measure a checkpoint, paired with its source."),
-    (report, "Show evaluations as one HTML page."),
-    (verify, "Check an output against the rules of engines."),
-    (quantize, "Round the weights of a checkpoint to 8 or 4 bits."),
-    (publish, "Upload a checkpoint with a model card."),
-    (migrate, "Find the smallest cache that holds a bound."),
-    (families, "Show which families can be folded to what."),
-    (engines, "Show which engine runs which kind of output."),
-    (lab, "Compare attention variants at a shape."),
-    (demo, "Fold, distil and evaluate the bundled checkpoint."),
-):
-    command.short_help = purpose
-    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,5 @@
 """`kvfold demo`: fold, distil and evaluate the bundled checkpoint, in a few minutes and without a network."""
 
-import json
 import signal
 import sys
 import tempfile
@@ -15,11 +14,11 @@ import click
 
 from .core.console import Command, show_json, show_table
 from .core.errors import InvalidInput
-from .core.files import locked, write_whole
 from .core.signals import Interrupted
 from .core.units import parse_tokens
-from .core.untrusted import read_json, shorten
+from .core.untrusted import shorten
 from .core.version import __version__
+from .core.work import claimed, working_directory
 
 if TYPE_CHECKING:
     from .convert.calibration.statistics import Statistics
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 WINDOW, WINDOWS = 256, 128  # evaluation: enough for a standard error of about 1 % of the perplexity
 CALIBRATION: dict[str, Any] = {"calibration": "self", "sequences": 48, "length": WINDOW, "seed": 0}
-MARK, LOCK = "unfinished.json", "lock"  # of a directory in which a demonstration has not ended
 REFINE = 30  # steps; the default loses a tenth less, and a quarter of a minute more goes by
 TARGETS: dict[str, dict[str, Any]] = {
     "gqa": {"kv_budget": "25%"},
@@ -97,7 +95,7 @@ def _check_tokens(tokens: str) -> None:
 def _claimed(out: Path, tokens: str) -> Iterator[None]:
     """Make the directory of the checkpoints, or take up that of a stopped run of the same command.
 
-    A file marks it until the block has ended well.
+    `<out>.partial` marks it until the block has ended well.
 
     Args:
         out: the directory.
@@ -107,24 +105,15 @@ def _claimed(out: Path, tokens: str) -> Iterator[None]:
         InvalidInput: there is something else, another run is writing there, or the stopped run was of other
             tokens or another version.
     """
-    from .checkpoints.directory import check_output
-
-    asked = {"kvfold": __version__, "tokens": tokens}
-    mark = out / MARK
-    is_stopped = out.is_dir() and not out.is_symlink() and mark.is_file() and not mark.is_symlink()
-    if not is_stopped:
-        check_output(out)
-        out.mkdir(parents=True)
-    with locked(out / LOCK, f"another kvfold is writing {out}; wait for it, or name another with --out"):
-        if not is_stopped:
-            write_whole(mark, json.dumps(asked))
-        found = read_json(mark)
-        if found != asked:
-            told = f"--tokens {shorten(found.get('tokens'))} of kvfold {shorten(found.get('kvfold'))}"
-            raise InvalidInput(f"{out} holds a stopped demonstration with {told}; name another with --out")
+    path = working_directory(out)
+    with claimed(path, "demonstration", keeps=lambda work: bool(work.units)) as work:
+        work.begin({"--tokens": tokens, "the version of kvfold": __version__})
+        if not work.units and (out.exists() or out.is_symlink()):
+            raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out")
+        work.unit("begun", lambda: True)
+        out.mkdir(parents=True, exist_ok=True)
         yield
-        mark.unlink()
-        (out / LOCK).unlink()
+        work.is_finished = True
 
 
 def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:

@@ -14,7 +14,7 @@ from .results import Folded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .convert.decide.costs.fold_cost import FoldCost
+    from .convert.decide.fold_cost import FoldCost
     from .convert.request import GQA, MLA, MQA, FoldRequest
 
 
@@ -87,7 +87,7 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
-    from .convert.decide.costs.fold_cost import cost_of
+    from .convert.decide.fold_cost import cost_of
     from .convert.decide.preparation import prepare
     from .convert.towers.tower import check_text_only, find_tower
     from .core.hub import resolve

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import optional_path, path_of, public, text_of
+from .arguments import path_of, public, text_of
 from .core.console import is_first, listening, notice
 from .core.errors import InvalidInput
 from .core.processes import from_first, together
-from .core.units import bytes_of
 from .core.version import __version__
+from .core.work import fingerprint, remove_own, working_directory
 from .results import Folded
 
 if TYPE_CHECKING:
     from .convert.request import FoldRequest
-    from .convert.towers.tower import Tower, TowerClaim
+    from .convert.towers.tower import Tower
+    from .core.work import WorkDir
 
 
 def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
     """Fold the text tower of a multimodal checkpoint.
 
-    It is put back in its place in the whole checkpoint, unless the tower alone is asked for. The
-    tower as it was is written to `OUT.tower`, unless an earlier run wrote it. It stays there where the tower
-    alone is folded, because it is the source that evaluation and distillation compare with. A killed run is
-    resumed by the same request: the tower, its fold's journal and a finished fold in `OUT.text` are used.
+    It is put back in its place in the whole checkpoint, unless the tower alone is asked for. Then the tower
+    as it was stays in `OUT.tower`, because it is the source that evaluation and distillation compare with.
+    Otherwise the tower as it was and the folded one are in the working directory, and a killed run is
+    resumed by the same request.
 
     Args:
         request: what the user asked for.
@@ -41,43 +40,72 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     """
     if request.text_only:
         return _alone(request, tower, fold)
-    from .convert.towers.places import Places
+    from .checkpoints.directory import check_output
     from .convert.towers.tower_targets import check_request, tower_request
     from .convert.towers.view import named_as_whole
     from .convert.towers.whole_checkpoint import put_back
+    from .core.work import claimed
     from .models.expected_weights import check_multimodal
 
     check_request(request, tower)
     out = _out(request)
-    part, alone = (out.with_name(out.name + ending) for ending in (".text", ".tower"))
-    claim = _claim(request, tower.directory)
-    places = Places(out=out, part=part, alone=alone, tower=tower, claim=claim)
+    path = working_directory(out)
+    alone, part = path / "tower", path / "text"
     asked = tower_request(request).model_copy(update={"model": str(alone), "out": part})
+
+    def keeps(work: WorkDir) -> bool:
+        return part.exists() or working_directory(part).exists()
+
     with ExitStack() as held:
-        with together():
-            done = places.finished_output(request, held) if is_first() else None
-        done = from_first(done)
-        if done is not None:
-            return _verified(_known(out, done, request))
+        work, found = None, None
         with together():
             check_multimodal(tower.directory)
-            found = places.take(asked, held) if is_first() else None
+            if is_first():
+                check_output(out, tower.directory)
+                work = held.enter_context(claimed(path, "fold of a text tower", keeps=keeps))
+                found = _begin(work, request, tower, alone, part)
         found = from_first(found)
-        try:
-            with named_as_whole(tower, alone):
-                folded = fold(asked) if found is None else _known(part, found, asked)
-        finally:
-            # A half-written part is resumed by the same command, and a finished one is used.
-            begun = any(place.exists() for place in (part, part.with_name(part.name + ".partial")))
-            if is_first() and not begun:
-                places.clear()
+        with named_as_whole(tower, alone):
+            folded = fold(asked) if found is None else _known(part, found, asked)
         with together():
             record = folded.record
-            if is_first():
-                record = put_back(tower, part, out, request)
-        if is_first():
-            places.clear()
+            if work is not None:
+                whole = path / "whole" / out.name
+                remove_own(whole)
+                record = put_back(tower, part, whole, request)
+                work.finish(whole, out)
     return _verified(replace(folded, directory=out, record=record, request=request))
+
+
+def _begin(
+    work: WorkDir, request: FoldRequest, tower: Tower, alone: Path, part: Path
+) -> dict[str, Any] | None:
+    """Take up the fold of a tower, or write the tower as it was.
+
+    Args:
+        work: the working directory.
+        request: what the user asked for.
+        tower: the tower of the source.
+        alone: the directory of the tower as it was.
+        part: the directory of the folded tower.
+
+    Returns:
+        The record of the folded tower, if a killed run has finished it.
+    """
+    from .checkpoints.identity import hashes_of
+    from .checkpoints.record import other_weights, read_record
+    from .convert.towers.tower import write_tower
+    from .convert.write.rewrite import options_of
+
+    work.begin(options_of(request), _state(request, tower.directory))
+    if "tower" not in work.units or work.units["tower"] != hashes_of(alone):
+        for place in (alone, part, working_directory(part)):
+            remove_own(place)
+        write_tower(tower, alone, request.shard_size)
+        work.add({"tower": hashes_of(alone)})
+    if part.exists() and other_weights(part):
+        remove_own(part)
+    return read_record(part)
 
 
 @public
@@ -107,15 +135,16 @@ def assemble(
         PosixPath('llava-gqa')
     """
     from .convert.towers.assemble import assemble_tower
+    from .convert.towers.request import AssembleRequest
 
-    place, size = optional_path(out, "out"), bytes_of(shard_size, "shard_size")
-    return assemble_tower(path_of(tower, "tower"), text_of(whole, "whole"), place, size)
+    given = {"tower": path_of(tower, "tower"), "whole": text_of(whole, "whole"), "out": out}
+    asked = AssembleRequest.take({**given, "shard_size": shard_size})
+    return assemble_tower(asked.tower, asked.whole, asked.out, asked.shard_size)
 
 
 def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Folded]) -> Folded:
     """Fold a tower and write it alone; arguments and result are those of `fold_tower`."""
     from .checkpoints.directory import check_output
-    from .checkpoints.own_files import remove_own_tree
     from .convert.towers.tower import is_copy, write_tower
     from .convert.towers.view import named_as_whole
 
@@ -134,7 +163,7 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
             return fold(asked)
     except InvalidInput:
         if is_first() and not is_there:
-            remove_own_tree(alone)
+            remove_own(alone)
         raise
 
 
@@ -143,24 +172,21 @@ def _out(request: FoldRequest) -> Path:
     return request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
 
 
-def _claim(request: FoldRequest, directory: Path) -> TowerClaim:
-    """Return the claim of a request, by a digest of all that the output of a request depends on.
+def _state(request: FoldRequest, directory: Path) -> str:
+    """Return a digest of what the output of a request depends on next to the request.
 
     Args:
         request: what the user asked for.
         directory: the source that it names.
     """
     from .checkpoints.directory import Checkpoint
-    from .convert.towers.tower import TowerClaim
 
     text = Path(request.calibration or "")
     files = [text] if text.is_file() else []
     if request.calibration and text.is_dir():
         files = sorted(text.rglob("*"))
     read = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    asked = [__version__, request.essentials(), Checkpoint(directory, packed=True).identity(), read]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return TowerClaim(digest=digest, command=request.command)
+    return fingerprint(__version__, Checkpoint(directory, packed=True).identity(), read)
 
 
 def _known(directory: Path, record: dict[str, Any], request: FoldRequest) -> Folded:

@@ -266,7 +266,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=True)), "kv_heads is True; it should be a whole"
     yield lambda: kvfold.plan(DEMO, batch=True), "batch is True; it should be a whole number"
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", window=True), "window is True; it should be a whole"
-    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "engines 'vlm' is unknown; choose from"
+    yield lambda: kvfold.fold(DEMO, gqa, engines=["vlm"]), "engines is 'vlm'; it should be 'transformers', "
     yield lambda: kvfold.fold(DEMO, gqa, out=DEMO), "exists and nothing is overwritten"
     yield lambda: anything(DEMO, gqa, tokenizer=1), "tokenizer is for a loaded model"
     yield lambda: anything(3, gqa), "the source is of type int"
@@ -286,7 +286,10 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.train({"schema": 1}), "recipe: "
     yield lambda: kvfold.train(3), "the recipe is of type int"  # type: ignore[arg-type] # a mistake on purpose
     yield lambda: kvfold.evaluate(DEMO), "choose one with text, for example stdlib"
-    yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "suites pplx"
+    yield (
+        lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]),
+        "suites is ['pplx']; pplx is not a suite",
+    )
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
         "unknown name 'windw'; did you mean 'window'?",
@@ -299,8 +302,8 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.evaluate(DEMO, text="wikitext2-gptq-20", rows=3), "rows is 3; it should be a path"
     yield lambda: kvfold.evaluate(DEMO, suite="cache"), "unknown name 'suite'; did you mean 'suites'?"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
-    yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "'vlm' is unknown; choose from"
-    yield lambda: kvfold.verify(DEMO, engines=[]), "the list of engines is empty; choose from"
+    yield lambda: kvfold.verify(DEMO, engines=["vlm"]), "engines is 'vlm'; it should be 'transformers'"
+    yield lambda: kvfold.verify(DEMO, engines=[]), "it should name an engine: transformers, vllm"
     yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"
     yield lambda: kvfold.publish(DEMO, "me/x", dry_run=True), "has no kvfold.json"
     yield lambda: kvfold.publish(DEMO, "me/x", verify="much", dry_run=True), "verify is 'much'"
@@ -323,25 +326,31 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     places = {"device_map": "auto", "offload_dir": work / "weights"}
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory="much", **places),
-        "cpu_memory 'much' is not a number of bytes",
+        "cpu_memory is 'much'; it should be a size",
     )
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory=0, **places),
         "cpu_memory is 0; it should be",
     )
-    yield lambda: kvfold.assemble(DEMO, DEMO, shard_size=0), "shard_size is 0; it should be a size"
-    yield lambda: kvfold.assemble(DEMO, DEMO, shard_size="many"), "shard_size 'many' is not a number of bytes"
+    yield (
+        lambda: kvfold.assemble(DEMO, DEMO, shard_size=0),
+        "shard_size is 0; it should be greater than or equal to 1",
+    )
+    yield lambda: kvfold.assemble(DEMO, DEMO, shard_size="many"), "shard_size is 'many'; it should be a size"
     model = SimpleNamespace(save_pretrained=None)
     mla, gqa = kvfold.MLA(rank=32), kvfold.GQA(kv_heads=2)
     yield lambda: functions.fold(DEMO, mla, rank=3), "rank is given twice, in the target and as an option"
     yield lambda: functions.fold(DEMO, kvfold.MLA(rank="")), "rank is ''; it should be a whole number or"
     yield lambda: functions.fold(DEMO, gqa, calibration=""), "calibration is ''; it should not be empty"
     yield lambda: functions.fold(model, gqa, tokenizer="x"), "tokenizer is 'x'; it should be a loaded"
-    yield lambda: functions.evaluate(DEMO, text="stdlib", cache_dtype="int3"), "cache dtype 'int3' is not"
-    yield lambda: functions.evaluate(DEMO, text="stdlib", device=3), "device is 3; it should be text"
+    yield (
+        lambda: functions.evaluate(DEMO, text="stdlib", cache_dtype="int3"),
+        "cache_dtype is 'int3'; it should",
+    )
+    yield lambda: functions.evaluate(DEMO, text="stdlib", device=3), "device is 3; it should be 'auto'"
     yield lambda: functions.evaluate(DEMO, text="stdlib", bos="each"), "bos is 'each'; it should be true"
-    yield lambda: functions.evaluate(DEMO, suites=()), "suites names nothing; known are ppl, "
-    yield lambda: functions.verify(DEMO, run=False, cache_dtype=["x"]), "cache dtype ['x'] is not known"
+    yield lambda: functions.evaluate(DEMO, suites=()), "suites is (); it names nothing; known are ppl, "
+    yield lambda: functions.verify(DEMO, run=False, cache_dtype=["x"]), "cache_dtype is ['x']; it should be"
     yield lambda: functions.publish(DEMO, "me/x", verify=["lint"]), "verify is ['lint']; it should be"
     yield lambda: functions.train(""), "recipe is empty; name a file"
     yield lambda: functions.train(without_teacher(work)), "name the teacher with the key teacher=DIR"

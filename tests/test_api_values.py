@@ -9,7 +9,7 @@ import pytest
 
 import kvfold
 from kvfold.core.errors import InvalidInput
-from kvfold.eval.request import read_settings
+from kvfold.eval.suites.catalogue import SuiteSettings
 
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
@@ -54,39 +54,29 @@ def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
         kvfold.evaluate("~/first", text="wikitext2-gptq-32", rows="~/rows.json")
     kvfold.evaluate("~/first", text="~/text.txt", window=32, max_windows=1, teacher_cache="~/hidden")
     assert (tmp_path / "hidden").is_dir()
-    assert read_settings(("tasks",), {"task_path": "~/tasks"})["task_path"] == tmp_path / "tasks"
+    assert SuiteSettings.take({"task_path": "~/tasks"}).task_path == tmp_path / "tasks"
     assert not (tmp_path / "~").exists()
 
 
-def test_none_leaves_an_option_of_a_suite_out() -> None:
-    left_out = {"tasks": None, "limit": None, "speed_tokens": None}
-    assert read_settings(("cache",), left_out) == read_settings(("cache",), {})
-
-
 @pytest.mark.parametrize(
-    ("suite", "given", "sentence"),
+    ("given", "sentence"),
     [
+        ({"memory": "24 apples"}, "memory is '24 apples'; it should be a size, for example 500MB or 5GB"),
+        ({"limit": 1.5}, "limit is 1.5; it should be a whole number"),
+        ({"retrieval_keys": 11}, "retrieval_keys is 11; it should be less than or equal to 10"),
+        ({"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
+        ({"speed_seconds": 0}, "speed_seconds is 0; it should be greater than 0"),
         (
-            "cache",
-            {"memory": "24 apples"},
-            "memory is '24 apples'; it should be a size, for example 500MB or 5GB",
+            {"speed_batch": [1, "x"]},
+            "speed_batch is [1, 'x']; it should be whole numbers from 1, separated by",
         ),
-        ("tasks", {"limit": 1.5}, "limit is 1.5; it should be a whole number of at least 1"),
-        (
-            "retrieval",
-            {"retrieval_keys": 11},
-            "retrieval_keys is 11; it should be a whole number from 2 to 10",
-        ),
-        ("retrieval", {"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
-        ("speed", {"speed_seconds": 0}, "speed_seconds is 0; it should be a number above 0"),
+        ({"ruler_tasks": ["vt", "qa"]}, "ruler_tasks is 'qa'; it should be 'niah_single', "),
     ],
 )
-def test_unusable_options_of_suites_are_named_as_in_python(
-    suite: str, given: dict[str, Any], sentence: str
-) -> None:
+def test_unusable_options_of_suites_are_named_as_in_python(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        read_settings((suite,), given)
-    assert str(caught.value) == sentence
+        SuiteSettings.take(given)
+    assert str(caught.value).startswith(sentence)
 
 
 def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
@@ -141,11 +131,12 @@ def test_texts_are_no_numbers_of_folds_and_evaluations(tmp_path: Path) -> None:
     folds: tuple[Any, ...] = (
         (kvfold.MLA(kv_budget="50%"), {"sequences": "8"}, "sequences is '8'"),
         (kvfold.MLA(kv_budget="50%"), {"refine": "0"}, "refine is '0'"),
-        (kvfold.GQA(kv_heads="2"), {}, "kv_heads is '2'"),  # type: ignore[arg-type]
     )
     for target, given, sentence in folds:
         with pytest.raises(InvalidInput, match=f"{sentence}; it should be a whole number, not a text"):
             kvfold.fold(DEMO, target, out=tmp_path / "out", **given)
+    with pytest.raises(InvalidInput, match="kv_heads is '2'; it should be a whole number, not a text"):
+        kvfold.GQA(kv_heads="2")
     for name in ("rank", "q_lora_rank"):
         with pytest.raises(
             InvalidInput, match=f"{name} is '8'; it should be a whole number or the text 'full'"
@@ -184,26 +175,26 @@ _HUGE = 10**30
 def test_counts_have_a_maximum_in_every_function(tmp_path: Path) -> None:
     """One that is larger than all of use is refused at once, whatever reads it."""
     from kvfold.distill.recipe.recipe import Lora, Save
-    from kvfold.migration.migration_options import migration_options
+    from kvfold.migration.migration_options import MigrationOptions
 
     out, target = tmp_path / "out", kvfold.MLA(kv_budget="50%")
     most = "should be less than or equal to"
     for name in ("refine", "jobs", "shard_size"):
         with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
-            kvfold.fold(DEMO, target, out=out, **{name: _HUGE})  # type: ignore[arg-type]
+            kvfold.fold(DEMO, target, out=out, **{name: _HUGE})
     for name in ("window", "max_windows", "sequences", "refine"):
         with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
-            migration_options({name: _HUGE})
+            MigrationOptions.take({name: _HUGE})
     for section, name in ((Lora, "rank"), (Save, "every"), (Save, "keep")):
         with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
             section.read({name: _HUGE})
     for name in ("window", "max_windows", "batch_size"):
-        with pytest.raises(InvalidInput, match=f"^{name} {_HUGE}: it {most}"):
+        with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
             kvfold.evaluate(DEMO, text="stdlib", **{name: _HUGE})
     for suite, name in (("tasks", "limit"), ("tasks", "fewshot"), ("retrieval", "retrieval_seed")):
-        with pytest.raises(InvalidInput, match=f"^{name} {_HUGE}: it {most}"):
+        with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
             kvfold.evaluate(DEMO, suites=[suite], **{name: _HUGE})
-    with pytest.raises(InvalidInput, match=r"cpu_memory is .*; it should be a size"):
+    with pytest.raises(InvalidInput, match=f"^cpu_memory is {_HUGE}; it {most}"):
         kvfold.evaluate(DEMO, text="stdlib", device_map="auto", cpu_memory=_HUGE)
 
 

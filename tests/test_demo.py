@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     before = weights.stat()
     code, told = shown(out, "9k")
     assert code == 2
-    assert "holds a stopped demonstration with --tokens '8k'" in told
+    assert "of another command, which differs in --tokens (was 8k); give that command again" in told
     assert shown(out)[0] != 0
     assert len(asked) == 2
     after = weights.stat()

@@ -154,7 +154,7 @@ def test_help_loads_nothing_heavy(command: str) -> None:
         "from kvfold.cli import main\n"
         f"try: main({arguments!r})\n"
         "except SystemExit as stop: assert not stop.code\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'accelerate', 'pydantic', 'rich'}\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'accelerate', 'rich'}\n"
         "heavy |= {'matplotlib', 'jinja2', 'huggingface_hub'}\n"
         "print(sorted(heavy & sys.modules.keys()))\n"
     )

@@ -1,79 +1,74 @@
-"""`python -m benchmarks.gpu PART`: see `--help` and benchmarks/README.md."""
+"""`python -m benchmarks.gpu PART...`: each part measures its rows and writes gpu-PART.json.
+
+A row is kept as soon as it is measured, and the same command measures what is missing. What fails is a
+sentence in the result, and the rest runs; the exit code is 1 where a row failed.
+"""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvfold.core.console import Command
 
-_NAMES = ("kernel", "train", "fold", "distil", "large")
-_RESULTS = Path(__file__).parent.parent / "results"
+from ..machine import RESULTS
+
+PARTS = ("kernel", "distil", "large", "pretrained")
 
 
 @click.command(cls=Command)
-@click.argument("part", type=click.Choice([*_NAMES, "pretrained", "all", "summary", "unpack"]))
+@click.argument("parts", nargs=-1, required=True, type=click.Choice(PARTS))
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=_RESULTS,
-    show_default="benchmarks/results",
+    "--out", type=click.Path(path_type=Path), default=RESULTS, show_default="benchmarks/results",
     help="Where gpu-PART.json goes.",
-)
+)  # fmt: skip
 @click.option(
-    "--work",
-    type=click.Path(path_type=Path),
-    default=Path("out/gpu"),
-    show_default=True,
-    help="For texts, checkpoints and rows that a later call resumes from.",
-)
+    "--work", type=click.Path(path_type=Path), default=Path("out/gpu"), show_default=True,
+    help="Where folds and runs go.",
+)  # fmt: skip
 @click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    default=9.0,
-    show_default=True,
-    help="Of each part.",
-)
-@click.option(
-    "--source",
-    type=click.Path(path_type=Path),
-    help="fold, distil: a checkpoint instead of the one that was trained. pretrained: the checkpoint.",
-)
-@click.option("--text", type=click.Path(path_type=Path), help="pretrained: evaluation text.")
-@click.option("--data", type=click.Path(path_type=Path), help="pretrained: text that folds are trained on.")
-@click.option("--toy", "sizes", flag_value="toy", help="Sizes of a test, on the CPU.")
-@click.option("--lent", "sizes", flag_value="lent", help="Sizes for 15 minutes of a GPU in all.")
-def main(
-    part: str,
-    out: Path,
-    work: Path,
-    minutes: float,
-    source: Path | None,
-    text: Path | None,
-    data: Path | None,
-    sizes: str | None,
-) -> None:
-    """Measure one part, or all in turn.
+    "--source", type=click.Path(path_type=Path, exists=True), default=Path("recipes/demo"), show_default=True,
+    help="distil, pretrained: the checkpoint.",
+)  # fmt: skip
+@click.option("--text", default="stdlib", show_default=True, help="pretrained: text of evaluations.")
+@click.option("--data", default="stdlib", show_default=True, help="pretrained: text of trainings.")
+@click.option("--toy", is_flag=True, help="Sizes of a test, on the CPU.")
+def main(parts: tuple[str, ...], out: Path, work: Path, source: Path, **given: Any) -> None:
+    """Measure parts on this machine's GPU.
 
-    `pretrained` is not one of all, since it needs a checkpoint and texts. `summary` writes tables of what
-    --out has; `unpack` makes a checkpoint of the twin in --out.
+    `kernel` measures the fused kernel, decoding steps and folds in transformers; `distil` training steps and
+    losses; `large` folds of a model with 1.2 billion random weights; `pretrained` folds and trains --source.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Before transformers is imported.
     os.environ.setdefault("HF_MODULES_CACHE", str(work.resolve() / "modules"))
-    from .parcel import unpack
-    from .parts import run_part
-    from .summary import write_summary
+    import torch
 
-    if part == "unpack":
-        click.echo(f"unpacked {unpack(out, work)}")
-        return
-    if part == "summary":
-        click.echo(write_summary(out))
-        return
+    from kvfold.core.errors import InvalidInput
+
+    from .commands import Asked, distil, large, pretrained
+    from .kernel import kernel
+    from .rows import Rows
+
+    if not given["toy"] and not torch.cuda.is_available():
+        raise InvalidInput(
+            "torch sees no CUDA device here; --toy runs the same at the sizes of a test on this CPU"
+        )
+    torch.manual_seed(0)
+    work.mkdir(parents=True, exist_ok=True)
+    # Commands run in the repository, so places are absolute.
+    asked = Asked(work=work.resolve(), source=source.resolve(), **given)
     failed = 0
-    for name in _NAMES if part == "all" else (part,):
-        failed += run_part(name, out, work, 60 * minutes, source, sizes or "full", (text, data))
+    for part in parts:
+        rows = Rows(part, out)
+        if part == "kernel":
+            kernel(rows, toy=asked.toy)
+        else:
+            {"distil": distil, "large": large, "pretrained": pretrained}[part](rows, asked)
+        rows.write()
+        failed += len(rows.failed)
+        click.echo(f"{part}: {len(rows.rows)} rows, {len(rows.failed)} failed, in {rows.file}")
     if failed:
         raise SystemExit(1)
 

@@ -1,14 +1,13 @@
 """The kernel of latent attention: whether it is right, and how near it comes to the memory's speed.
 
-The width that engines take comes first: the kernel against float64, its speed against FlashAttention over the
-source's keys and values (`benchmarks.kernels`), the choices of its tiles, and whole decoding steps with a
-static cache, eager and by torch.compile, which records CUDA graphs. Then other widths, and folds in
-transformers (`benchmarks.cuda_check`), which take longest.
+The kernel against float64 at many widths, its speed against FlashAttention over the source's keys and values
+(`benchmarks.kernels`), the choices of its tiles, and whole decoding steps with a static cache, eager and by
+torch.compile, which records CUDA graphs. Then folds in transformers (`benchmarks.cuda_check`).
 """
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -24,8 +23,7 @@ from .. import kernels as benchmark
 from ..cuda_check import implementations, run
 from ..decode_models import Shape, build, fill
 from ..folds import FOLDS, make_folds
-from .ledger import Ledger, Row
-from .sizes import Sizes
+from .rows import Row, Rows
 
 ROWS = ((16, 1, "none"), (32, 4, "boolean"))  # heads, new tokens and mask, at every width
 MORE = (
@@ -36,57 +34,47 @@ MORE = (
     (40, 3, "none"),
 )  # at the first
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTHS = (  # ranks and rotary widths of correctness checks
+    (512, 64), (16, 0), (24, 8), (64, 32), (128, 32), (192, 64), (256, 0), (256, 32), (384, 64),
+    (576, 64), (768, 64), (1024, 64), (256, 256), (1024, 256),
+)  # fmt: skip
+TIMED = ((512, 64), (256, 64), (384, 64), (1024, 64))
+CONTEXTS, BATCHES = (32768, 8192, 131072), (8, 1, 64)
+TILES = ((64, 2), (64, 3), (32, 2), (32, 4), (32, 6), (16, 8))  # latents of a tile and tiles on their way
+SHAPE = Shape(layers=4, heads=32, head_dim=128, rank=512, rope=64)
 STEPS = 12  # timed, of each kind
 KINDS = ("mha", "remote")
 
 
-def kernel(ledger: Ledger, sizes: Sizes, device: str) -> None:
-    """Measure the rows of the part `kernel`.
-
-    Args:
-        ledger: of the part.
-        sizes: of the day.
-        device: `cuda` or `cpu`, where the kernel itself is left out.
-    """
-    first = sizes.speeds[0][:2]
-    _agreements(ledger, sizes.agreements[:1], ROWS, DTYPES, device)
-    _agreements(ledger, sizes.agreements[:1], MORE, DTYPES[:1], device)
-    _speeds(ledger, [cell for cell in sizes.speeds if cell[:2] == first], sizes, device)
-    for tile, stages in sizes.tiles:
-        for context, batch in sizes.steps:
-            label = f"tile {tile} x {stages}, {context} tokens, batch {batch}"
-            given = (*first, context, batch, tile, stages, sizes.heads, sizes.fresh)
-            ledger.attempt(label, partial(benchmark.tiled, *given))
-    shape, needs = Shape(**sizes.step_shape), 30.0 if device == "cuda" else 0.0
-    for context, batch in sizes.steps:
-        for kind in KINDS:
-            label = f"step {kind}, {context} tokens, batch {batch}"
-            ledger.attempt(label, partial(decoding_step, kind, shape, context, batch, device), needs)
-    _agreements(ledger, sizes.agreements[1:], ROWS, DTYPES[:1], device)
-    _speeds(ledger, [cell for cell in sizes.speeds if cell[:2] != first], sizes, device)
+def kernel(rows: Rows, *, toy: bool) -> None:
+    """Measure the rows of the part `kernel`, at toy size on the CPU, where the kernel itself is left out."""
+    device, heads, fresh = ("cpu", 4, 2**12) if toy else ("cuda", 32, 2**28)
+    widths, contexts = (((24, 8),), ((16, 2),)) if toy else (WIDTHS, ((32768, 8), (8192, 1)))
+    for number, (rank, rope) in enumerate(widths):
+        checks = [*product(ROWS, DTYPES[:1])]
+        if number == 0:
+            checks = [*product(ROWS, DTYPES), *product(MORE, DTYPES[:1])]
+        for (some, length, mask), dtype in checks:
+            label = f"agreement {rank}+{rope}, {some} x {length} rows, mask {mask}, {str(dtype)[6:]}"
+            rows.attempt(label, partial(agreed, rank, rope, some, length, mask, dtype, device))
+    cells = [(32, 8, 64, 2)]
+    if not toy:
+        cells = [(*width, context, batch) for width in TIMED for context in CONTEXTS for batch in BATCHES]
+    for cell in cells:
+        label = "speed {}+{}, {} tokens, batch {}".format(*cell)
+        rows.attempt(label, partial(timed, cell, heads, fresh, device))
+    for (tile, stages), (context, batch) in product(() if toy else TILES, contexts):
+        label = f"tile {tile} x {stages}, {context} tokens, batch {batch}"
+        rows.attempt(label, partial(benchmark.tiled, *TIMED[0], context, batch, tile, stages, heads, fresh))
+    shape = Shape(layers=1, heads=2, head_dim=8, rank=8, rope=4) if toy else SHAPE
+    for (context, batch), kind in product(contexts, KINDS):
+        label = f"step {kind}, {context} tokens, batch {batch}"
+        rows.attempt(label, partial(decoding_step, kind, shape, context, batch, device))
     with tempfile.TemporaryDirectory() as folder:
         for checked in FOLDS:
             name = f"{checked.source} {checked.options}"
-            if sizes.checks in name:
-                ledger.attempt(f"check {name}", partial(check, Path(folder), name, device))
-
-
-def _agreements(
-    ledger: Ledger,
-    widths: Iterable[tuple[int, int]],
-    rows: Iterable[tuple[int, int, str]],
-    dtypes: Iterable[torch.dtype],
-    device: str,
-) -> None:
-    """Compare the kernel with float64 at ranks and rotary widths, rows and dtypes."""
-    for (rank, rope), (heads, length, mask), dtype in product(widths, rows, dtypes):
-        label = f"agreement {rank}+{rope}, {heads} x {length} rows, mask {mask}, {str(dtype)[6:]}"
-        ledger.attempt(label, partial(agreed, rank, rope, heads, length, mask, dtype, device))
-
-
-def _speeds(ledger: Ledger, cells: Iterable[tuple[int, int, int, int]], sizes: Sizes, device: str) -> None:
-    for cell in cells:
-        ledger.attempt("speed {}+{}, {} tokens, batch {}".format(*cell), partial(timed, cell, sizes, device))
+            if not toy or "gpt2 --to mqa" in name:
+                rows.attempt(f"check {name}", partial(check, Path(folder), name, device))
 
 
 def check(folder: Path, name: str, device: str) -> Row:
@@ -118,13 +106,13 @@ def agreed(*given: Any) -> Row:
     return row
 
 
-def timed(cell: tuple[int, int, int, int], sizes: Sizes, device: str) -> Row:
+def timed(cell: tuple[int, int, int, int], heads: int, fresh: int, device: str) -> Row:
     """Return the row of `benchmarks.kernels.measured`.
 
     Raises:
         RuntimeError: plain products served in place of the kernel.
     """
-    row = benchmark.measured(*cell, device=device, heads=sizes.heads, fresh=sizes.fresh)
+    row = benchmark.measured(*cell, device=device, heads=heads, fresh=fresh)
     if device == "cuda" and row["tile_and_stages"] is None:
         raise RuntimeError("the kernel was not used; the warning above says why")
     return row

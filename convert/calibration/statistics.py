@@ -31,8 +31,8 @@ from ...core.untrusted import parse_json, printable
 
 SCHEMA = 3
 # With so many digits the header grows by 64 bytes. So tensors keep the alignment that they have in a file
-# without a run, and with it the last bit of what is computed from them.
-RUN_DIGITS = 49
+# without a run or a source, and with it the last bit of what is computed from them.
+RUN_DIGITS, SOURCE_DIGITS = 49, 46
 _METADATA = "kvfold.statistics"  # key of the file's metadata
 _METADATA_BYTES = 2**16
 _IDS = "ids_BT"
@@ -137,6 +137,7 @@ class Statistics:
         seed: the seed of the draw of tokens and labels.
         reach: the position from which the source's own text breaks down; None where none is known.
         ids_BT: the tokens, int64, which some rules read again; None in files of kvfold before 2026-11-23.
+        source: hexadecimal digits that identify the model's weights; empty in files before 2026-11-29.
     """
 
     layers: tuple[LayerStatistics, ...]
@@ -145,6 +146,7 @@ class Statistics:
     seed: int
     reach: int | None = None
     ids_BT: Tensor | None = None
+    source: str = ""
 
     def origin(self) -> dict[str, Any]:
         """Return the text, its tokens, those of a sequence and the seed, for the record.
@@ -185,6 +187,8 @@ class Statistics:
         }
         if self.reach is not None:
             about["reach"] = self.reach
+        if self.source:
+            about["source"] = self.source
         if run:
             about["run"] = run[:RUN_DIGITS]
         tensors = {
@@ -297,7 +301,10 @@ def _read_origin(metadata: dict[str, str] | None, file: Path) -> dict[str, Any]:
     reach = about.get("reach")
     if not (reach is None or (type(reach) is int and reach > 0)):
         raise ValueError("reach in its metadata is no position")
-    return {**{name: about[name] for name in wanted}, "reach": reach}
+    source = about.get("source", "")
+    if type(source) is not str:
+        raise ValueError("source in its metadata is no text")
+    return {**{name: about[name] for name in wanted}, "reach": reach, "source": source}
 
 
 def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerStatistics:

@@ -5,7 +5,6 @@ The text is the source's own or another.
 
 import hashlib
 import itertools
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ...core.errors import InvalidInput
 from ...core.files import check_makeable
 from ...core.memory import enough_memory, free_bytes
 from ...core.processes import from_every, together
+from ...core.work import fingerprint
 from ...models.causal_lm import device, load_model, with_base
 from ...models.dequantised import from_tensors
 from ...models.expected_weights import check_found
@@ -40,7 +40,7 @@ from .capacity import Need, divided_batch
 from .moments import Layout
 from .reach import default_length, reach_of, readings
 from .self_text import OwnText, write_text
-from .statistics import RUN_DIGITS, Statistics, read_run
+from .statistics import RUN_DIGITS, SOURCE_DIGITS, Statistics, read_run
 
 # Read at once. On a CPU more saves no time and takes memory in proportion; an accelerator wants more.
 CPU_TOKENS, SEQUENCES = 512, 8
@@ -116,7 +116,7 @@ def study(
         own_BT, end = _own_text(source, model, need, chosen, **how)
     tokens_BT = alternating(own_BT, read_BT)
     taken = _collect(source, model, tokens_BT, divisor, work, calibration=name_of(calibration), seed=seed)
-    statistics = replace(taken, reach=end)
+    statistics = replace(taken, reach=end, source=_identity(source.checkpoint))
     if save is not None and is_first():
         _keep(statistics, save, run)
     return statistics
@@ -263,19 +263,23 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
 
 
 def _run(source: Source, asked: list[Any]) -> str:
-    """Return a hexadecimal SHA-256 of everything that decides statistics: the source and what is asked.
-
-    Of every tensor of the source the first elements count, which any training changes; copies of a source
-    have the same.
-    """
+    """Return a hexadecimal SHA-256 of everything that decides statistics: the source and what is asked."""
     checkpoint = source.checkpoint
-    digest = hashlib.sha256(json.dumps([checkpoint.config, asked], sort_keys=True).encode())
+    return fingerprint(checkpoint.config, asked, _identity(checkpoint))
+
+
+def _identity(checkpoint: Checkpoint) -> str:
+    """Return hexadecimal digits that identify the weights of a model, which copies of it have too.
+
+    Of every tensor the first elements count, which any training changes.
+    """
+    digest = hashlib.sha256()
     for name in sorted(checkpoint):
         spec = checkpoint.spec(name)
         digest.update(f"{name} {spec.dtype} {spec.shape}".encode())
         for _, piece in itertools.islice(checkpoint.stream(name), 1):
             digest.update(piece[:_SAMPLED].view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:SOURCE_DIGITS]
 
 
 def _reused(file: Path, run: str, work: Path | None) -> Statistics:
@@ -354,7 +358,7 @@ def layout_of(source: Source) -> Layout:
 
 
 def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
-    """Return the statistics, or refuse those of a model of another shape."""
+    """Return the statistics, or refuse those of another model."""
     count = len(source.attending)
     for at, layer in enumerate(source.attending[: len(statistics.layers)]):
         geometry = source.shape(layer).geometry
@@ -371,6 +375,13 @@ def _check_source(statistics: Statistics, source: Source, file: str) -> Statisti
             raise InvalidInput(
                 f"{file} holds {at}.key_fisher of shape {(keys, keys)}, expected {(kept, kept)}"
             )
+    if not statistics.source:
+        notice(f"{file} does not say of which model its statistics are; they are taken for the source's")
+    elif statistics.source != _identity(source.checkpoint):
+        raise InvalidInput(
+            f"{file} holds statistics of another model than {source.checkpoint.directory}, whose weights "
+            "differ; collect them again with --save-statistics"
+        )
     ids_BT, vocabulary = statistics.ids_BT, source.config["vocab_size"]
     if ids_BT is not None and int(ids_BT.max()) >= vocabulary:
         raise InvalidInput(

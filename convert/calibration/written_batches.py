@@ -1,23 +1,16 @@
 """Finished batches of a text that a model writes, on disk, which an interrupted run need not write again.
 
 A batch has one file. Its name is a hash of all that decides the text: the model, the token that sequences
-begin with, and the random numbers that tokens are drawn with. So a batch of another text is not found. The
-file also holds a hash of that name and its content, because it could have been cut off by a power failure.
+begin with, and the random numbers that tokens are drawn with. So a batch of another text is not found.
 """
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ...checkpoints.shards import TensorSpec, read_header
-from ...core.errors import InvalidInput
-from ...core.files import save_whole
-
-_DIGEST = 32  # bytes of a SHA-256
+from ...core.files import load_whole, save_whole
 
 
 @dataclass(frozen=True)
@@ -42,22 +35,8 @@ class WrittenBatches:
         Returns:
             Token ids (B, T), int64, and the entropy of each one's prediction (B, T), float32.
         """
-        file = self._file(chance_BT, bos)
-        if file.is_symlink() or not file.is_file():
-            return None
-        shape = tuple(chance_BT.shape)
-        wanted = {
-            "tokens": TensorSpec(torch.int32, shape),
-            "entropy": TensorSpec(torch.float32, shape),
-            "digest": TensorSpec(torch.uint8, (_DIGEST,)),
-        }
-        try:
-            if {name: entry.spec for name, entry in read_header(file).items()} != wanted:
-                return None
-        except InvalidInput:
-            return None
-        found = load_file(file)
-        if not torch.equal(found["digest"], _digest(file, found["tokens"], found["entropy"])):
+        found = load_whole(self._file(chance_BT, bos))
+        if found is None or found.keys() != {"tokens", "entropy"}:
             return None
         return found["tokens"].long(), found["entropy"]
 
@@ -74,19 +53,10 @@ class WrittenBatches:
             OSError: the directory cannot be written.
         """
         self.directory.mkdir(exist_ok=True)
-        file = self._file(chance_BT, bos)
-        tokens_BT = tokens_BT.int().contiguous()
-        entropy_BT = entropy_BT.contiguous()
-        digest = _digest(file, tokens_BT, entropy_BT)
-        save_whole({"tokens": tokens_BT, "entropy": entropy_BT, "digest": digest}, file)
+        batch = {"tokens": tokens_BT.int().contiguous(), "entropy": entropy_BT.contiguous()}
+        save_whole(batch, self._file(chance_BT, bos))
 
     def _file(self, chance_BT: Tensor, bos: int | None) -> Path:
         deciding = f"{self.model} {bos} {tuple(chance_BT.shape)} ".encode()
         digest = hashlib.sha256(deciding + chance_BT.contiguous().numpy().tobytes())
         return self.directory / f"batch-{digest.hexdigest()}.safetensors"
-
-
-def _digest(file: Path, tokens_BT: Tensor, entropy_BT: Tensor) -> Tensor:
-    """Return a hash of a file's name and content as a tensor of bytes."""
-    content = file.name.encode() + tokens_BT.numpy().tobytes() + entropy_BT.numpy().tobytes()
-    return torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8)

@@ -1,10 +1,12 @@
 """Names of the engines that kvfold has rules for, and the output formats to try for some of them."""
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from ...core.errors import InvalidInput
 
-ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi")
+EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 TYING = frozenset({"transformers", "llama.cpp"})  # run the stock class with its embeddings as its head
 SERVED = "serving"  # the stock class in the widths that engines have kernels for
 

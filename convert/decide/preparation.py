@@ -1,5 +1,6 @@
 """The steps before a fold: resolve the source, plan, take statistics where needed, plan again."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
-from ...checkpoints.unchanged import check_unchanged
+from ...checkpoints.identity import check_unchanged
 from ...core.console import notice
 from ...core.disk import check_outside
 from ...core.errors import InvalidInput
@@ -65,6 +66,7 @@ def prepare(
     with together():  # before any long work, so that mistakes show at once
         directory = resolve(request.model, request.revision)
         plan = make_plan(source or directory, request)
+        told = _code_notices(request, plan.source)
         check_side_files(directory)
         read_card(directory)  # of which the output's card takes the licence
         if request.out is not None and not dry_run:
@@ -92,7 +94,8 @@ def prepare(
             with decomposing("the statistics"):
                 plan = settle(make_plan(source or directory, request, statistics))
         plan = replace(plan, request=asked)
-    told = [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
+    told += [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
+    told += _behind_notices(plan.source)
     plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
     out = request.out or Path(output_name(request.model, plan.target.to_dict()))
     return PreparedFold(plan=plan, out=out)
@@ -106,6 +109,38 @@ def _as_recorded(plan: Plan, calibration: str | None) -> FoldRequest:
         calibration = str(Path(calibration).resolve())  # the record is read from other directories too
     refine = None if calibration == "none" else plan.refine
     return plan.request.model_copy(update={"calibration": calibration, "refine": refine})
+
+
+def _code_notices(request: FoldRequest, source: Source) -> list[str]:
+    """Return a sentence where config.json names code of its own, which is not read.
+
+    Raises:
+        InvalidInput: its class is not that of transformers, and the user did not say to ignore it.
+    """
+    named = source.checkpoint.config.get("auto_map")
+    code = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
+    if not isinstance(code, str):
+        return []
+    stock = source.family.architecture
+    told = f"config.json names code of its own in auto_map, {shorten(code)}, which kvfold does not read"
+    if code.rpartition(".")[2] != stock and not request.ignore_code:
+        raise InvalidInput(f"{told}; to fold the weights as {stock} of transformers, add --ignore-code")
+    return [f"{told}: the output computes what {stock} of transformers computes"]
+
+
+def _behind_notices(source: Source) -> list[str]:
+    """Return a sentence where the source has layers behind its last, which keep their heads."""
+    before, after = f"{source.family.prefix}{source.family.o}.weight".split("{layer}")
+    places = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+    numbers = sorted(int(found[1]) for found in map(places.fullmatch, source.checkpoint) if found)
+    behind = [str(number) for number in numbers if number >= source.layers]
+    if not behind:
+        return []
+    return [
+        f"layer {', '.join(behind)} is behind the {source.layers} layers of config.json: it predicts further "
+        "tokens and is copied with the attention of the source, so that engines cannot load it for "
+        "speculative decoding; run the output without that"
+    ]
 
 
 def _context_notices(plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
-"""The fields of config.json that kvfold or its outputs' classes read, each with the values it may have.
+"""Fields of config.json that kvfold or its outputs' classes read, each with the range of its values.
 
-A config.json may be damaged or hostile. The first field with a value of no meaning is refused by name.
+transformers' configuration classes check the types of the fields that they declare (loaded_config.py).
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import printable, shorten
-from .layers.layer_kinds import ATTENTION, KINDS
+from .layers.layer_kinds import ATTENTION
 
 LARGEST = 2**31 - 1  # of sizes, positions and ids
 _LARGEST_NUMBER = 1e30  # float32 has three times 10^38, and holds its products with a position
@@ -35,20 +35,16 @@ def is_size(value: Any) -> bool:
     return _is_whole(value) and 0 < value <= LARGEST
 
 
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 < value <= 1
-
-
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _are_whole(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_whole(number) and 0 <= number <= LARGEST for number in value)
-
-
 def _are_positive(value: Any) -> bool:
     return isinstance(value, list) and all(_is_positive(number) for number in value)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values())
 
 
 _Check = tuple[str, Callable[[Any], bool]]  # the words for the values that are right, and the test
@@ -56,45 +52,32 @@ _SIZE: _Check = (f"a whole number from 1 to {LARGEST}", is_size)
 _POSITIVE: _Check = (f"a positive number of at most {_LARGEST_NUMBER:g}", _is_positive)
 _COUNT: _Check = (f"a whole number from 0 to {LARGEST}", lambda value: value == 0 or is_size(value))
 _NUMBER: _Check = (f"a number from -{_LARGEST_NUMBER:g} to {_LARGEST_NUMBER:g}", _is_number)
-_FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
-_TEXT: _Check = ("a string", lambda value: isinstance(value, str))
 _RATE: _Check = ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-_SHARE: _Check = ("a number above 0 and at most 1", _is_share)
+_SHARE: _Check = ("a number above 0 and at most 1", lambda value: _is_number(value) and 0 < value <= 1)
+_TEXT: _Check = ("a string", lambda value: isinstance(value, str))
+_FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
 _NAMES: _Check = ("a list of strings", _is_texts)
 
-# A field may also be absent or null; sizes that must be there are checked by `geometry_of`.
+# A field may also be absent or null, where its class says what that means.
 _FIELDS: dict[str, _Check] = {
-    **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), _SIZE),
-    **dict.fromkeys(("no_rope_layer_interval", "num_local_experts", "attention_chunk_size"), _SIZE),
-    # EXAONE 4 may say it in letters, such as LLLG, next to layer_types.
-    "sliding_window_pattern": (
-        f"{_SIZE[0]}, or letters",
-        lambda value: isinstance(value, str) or is_size(value),
-    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size"), _SIZE),
+    **dict.fromkeys(("head_dim", "intermediate_size"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"), _SIZE),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_inner", "ffn_dim"), _SIZE),
+    **dict.fromkeys(("ffn_hidden_size", "moe_intermediate_size", "num_local_experts"), _SIZE),
     **dict.fromkeys(("num_experts_per_tok", "original_max_position_embeddings"), _SIZE),
-    **dict.fromkeys(("full_attention_interval", "attn_layer_period"), _SIZE),
-    **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), ("a list of layers' numbers", _are_whole)),
-    **dict.fromkeys(("attn_layer_offset", "first_k_dense_replace"), _COUNT),
-    "prefix_dense_sliding_window_pattern": _SIZE,
-    "mlp_layer_types": _NAMES,
-    **dict.fromkeys(("rotary_dim", "max_window_layers"), _COUNT),
+    **dict.fromkeys(("attention_chunk_size", "no_rope_layer_interval", "full_attention_interval"), _SIZE),
+    **dict.fromkeys(("attn_layer_period", "prefix_dense_sliding_window_pattern"), _SIZE),
+    **dict.fromkeys(("attn_layer_offset", "first_k_dense_replace", "sliding_window", "rotary_dim"), _COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), _POSITIVE),
-    "norm_eps": _POSITIVE,
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _POSITIVE),
-    **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "logits_scaling"), _POSITIVE),
+    **dict.fromkeys(("norm_eps", "attn_logit_softcapping", "query_pre_attn_scalar"), _POSITIVE),
+    **dict.fromkeys(("attention_multiplier", "logits_scaling", "swiglu_limit"), _POSITIVE),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), _POSITIVE),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logit_scale"), _NUMBER),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "initializer_range"), _NUMBER),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _SHARE),
     **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), _RATE),
-    **dict.fromkeys(("use_cache", "tie_word_embeddings", "attention_bias", "mlp_bias"), _FLAG),
-    **dict.fromkeys(("use_sliding_window", "is_encoder_decoder", "use_qkv_bias", "bias"), _FLAG),
-    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _FLAG),
-    **dict.fromkeys(("use_parallel_residual", "alibi", "multi_query"), _FLAG),
-    **dict.fromkeys(("model_type", "hidden_act", "activation_function", "dtype", "torch_dtype"), _TEXT),
-    **dict.fromkeys(("initializer_range", "swiglu_alpha"), _NUMBER),
-    "swiglu_limit": _POSITIVE,
-    "architectures": _NAMES,
-    "sliding_window": _COUNT,
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), _NAMES),
+    "per_layer_config": ("an object of objects, one for each layer,", _are_objects),
 }
 # Of a multimodal config.json, next to its text_config: tokens in whose place other inputs stand.
 _PLACES: dict[str, _Check] = {
@@ -121,7 +104,6 @@ _ROPE_FIELDS: dict[str, _Check] = {
     ),
 }
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}  # which may have rope parameters of their own
-_WINDOWLESS = {"exaone4", "exaone_moe"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -134,10 +116,6 @@ def check_fields(config: Mapping[str, Any]) -> None:
     Raises:
         InvalidInput: names the first field whose value is wrong, and what would be right.
     """
-    # EXAONE without a window has the pattern 0, which stops other classes.
-    kind = config.get("model_type")
-    if isinstance(kind, str) and kind in _WINDOWLESS and config.get("sliding_window") is None:
-        config = {**config, "sliding_window_pattern": config.get("sliding_window_pattern") or None}
     _check_table(config, _FIELDS, "")
     for field in _ROPE:
         for path, rope in _rope_objects(config.get(field), field):
@@ -158,41 +136,22 @@ def check_places(config: Mapping[str, Any]) -> None:
         _check_table(text, {"architectures": _NAMES}, "text_config.")
 
 
-def check_lists(config: Mapping[str, Any]) -> None:
-    """Check the fields of a config.json that sizes in it bound: token ids, and lists with an entry per layer.
+def check_layers(config: Mapping[str, Any], *, mixers: bool) -> None:
+    """Check that the layers of a complete config rotate or not, and that some attend.
 
     Args:
-        config: a complete one, with sizes that are numbers.
+        config: a complete one.
+        mixers: whether some of its layers need not attend.
 
     Raises:
-        InvalidInput: names the first field whose value is wrong, and what would be right.
+        InvalidInput: names the field whose value is wrong, and what would be right.
     """
-    layers = config["num_hidden_layers"]
-    for field in ("layer_types", "mlp_layer_types"):
-        kinds = config.get(field)
-        if kinds is not None and not (_is_texts(kinds) and len(kinds) == layers):
-            raise _wrong(field, kinds, f"a list of {layers} strings, one per layer,")
-    turned = config.get("no_rope_layers")
+    layers, turned = config["num_hidden_layers"], config.get("no_rope_layers")
     if turned is not None and not (
         isinstance(turned, list) and len(turned) == layers and all(value in (0, 1) for value in turned)
     ):
         raise _wrong("no_rope_layers", turned, f"a list of {layers} times 0 or 1, one per layer,")
-
-
-def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check the kinds of layers of a family in which only some layers attend.
-
-    Args:
-        config: a complete one, with layer_types of the right length.
-
-    Raises:
-        InvalidInput: a layer is of an unknown kind, or none attends.
-    """
-    kinds = config["layer_types"]
-    for layer, kind in enumerate(kinds):
-        if kind not in KINDS:
-            raise _wrong(f"layer_types[{layer}]", kind, f"one of {', '.join(KINDS)}")
-    if ATTENTION not in kinds:
+    if mixers and ATTENTION not in config["layer_types"]:
         raise InvalidInput(
             f"config.json has no layer of the kind {ATTENTION}, so there is no KV cache to fold; correct "
             "layer_types"
@@ -213,14 +172,11 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
         InvalidInput: names the first id that is none.
     """
     for field in _IDS:
-        value = config.get(field)
-        most = vocabulary - 1 if field == "pad_token_id" else LARGEST
+        # -1 stands for no padding in checkpoints of the first Llama.
+        least, most = (-1, vocabulary - 1) if field == "pad_token_id" else (0, LARGEST)
         for one in _ids_of(config, field):
-            # -1 stands for no padding in checkpoints of the first Llama.
-            if one is None or (field == "pad_token_id" and _is_whole(one) and one == -1):
-                continue
-            if not _is_whole(one) or not 0 <= one <= most:
-                raise _wrong(field, value, f"a token id from 0 to {vocabulary - 1}")
+            if one is not None and not least <= one <= most:
+                raise _wrong(field, config[field], f"a token id from 0 to {vocabulary - 1}")
 
 
 def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A row holds properties (a fused projection, a key norm, interleaved pairs, ...).
 for a family's name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,9 +46,9 @@ class Family:
     Attributes:
         label: what people call the family.
         architecture: its causal language model in transformers.
-        defaults: what its configuration class assumes where config.json says nothing, under the names that
-            Llama's uses.
-        names: for a field of Llama's config.json the name that this family's has.
+        kind: its model_type, whose configuration class of transformers says what config.json leaves out.
+        names: for a field of Llama's configuration the name that this family's has, where its class has no
+            such alias.
         needs: config fields that kvfold reads only with one of these values.
         q, k, v, o: the four projections, without `.weight` or `.bias`.
         qkv: the one projection that stands for q, k and v.
@@ -66,18 +66,13 @@ class Family:
         rotates_partly: its class rotates the share of a head that partial_rotary_factor says; others rotate
             whole heads, so that a config.json with a smaller share is refused.
         stretches: a rope_type `dynamic` with a field `alpha` stretches the base once and for all.
-        windowed_theta: where config.json has one set of rope parameters for all layers, those with a window
-            rotate unscaled, by the base in this config field or else by this number; None: as all layers.
         rotates: the config field that says whether any layer rotates: `position_embedding_type`, which is
             `rope`, or `rope_theta`, which is not null; None where layers rotate as the other fields say.
         unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
             given, all layers but those with a window; `layer_types`: all but those with a window.
         dense_rotate: the config field that is 1 where all layers without experts rotate, whatever they read.
-        full_first: the first of as many layers as sliding_window_pattern says reads all positions, not the
-            last.
-        reads_all: whether a layer, of as many as there are, reads all positions if config.json does not say.
-        mixers: the rule of layer_kinds.py by which some layers have another mixer than attention; None where
-            all layers attend.
+        mixers: some layers have another mixer than attention, whose cache does not grow: a recurrence or a
+            convolution.
         gate: the projection of the layer's input whose sigmoid multiplies each head's output; `q` where it is
             the second half of each head's rows there; None where there is no gate.
         scale: config field and exponent of the factor on the scores; the head dim and -1/2 when None.
@@ -107,7 +102,7 @@ class Family:
 
     label: str
     architecture: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     prefix: str = "model."
@@ -127,13 +122,10 @@ class Family:
     rotary: Literal["half", "interleaved", "reversed"] | None = "half"
     rotates_partly: bool = False
     stretches: bool = False
-    windowed_theta: tuple[str | None, float] | None = None
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
     dense_rotate: str | None = None
-    full_first: bool = False
-    reads_all: Callable[[int, int], bool] | None = None
-    mixers: str | None = None
+    mixers: bool = False
     gate: str | None = None
     scale: tuple[str, float] | None = None
     scale_by_layer: str | None = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import InvalidInput
 from .family import Family
 from .rows import FAMILIES
 
@@ -125,37 +124,3 @@ HOSTS = {
         any_heads=False,
     ),
 }
-
-
-def check_for_heads(family: Family, config: Mapping[str, Any], heads: int, kv_heads: int) -> None:
-    """Refuse key/value heads that no class of transformers holds for a family.
-
-    Args:
-        family: the source's row.
-        config: the source's complete configuration.
-        heads: key/value heads of the source.
-        kv_heads: of the output.
-
-    Raises:
-        InvalidInput: says why, and what would work.
-    """
-    if family.kv_heads is not None:
-        return
-    if family.host is None:
-        raise InvalidInput(
-            f"no class of transformers computes {family.label} with fewer key/value heads than query heads"
-        )
-    host = HOSTS[family.host]
-    for field, value in host.needs.items():
-        if config[field] != value:
-            raise InvalidInput(
-                f"{family.label} is written as {host.family.architecture}, which has {field} {value}, but "
-                f"config.json has "
-                f"{config[field]}"
-            )
-    if not host.any_heads and kv_heads not in (1, heads):
-        raise InvalidInput(
-            f"{family.label} is written as {host.family.architecture}, which has one key/value head or "
-            f"{heads}, "
-            f"not {kv_heads}; use --to mqa"
-        )

@@ -7,15 +7,14 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
-from ..algebra.rope_fields import stated_rope
 from ..algebra.target import Geometry
-from .config_fields import LARGEST, is_size
+from .config_fields import check_fields
 from .family import Block, Family
-from .layers.layer_kinds import ATTENTION, CHUNKED, SLIDING, dense_first, kinds_of
+from .layers.layer_kinds import ATTENTION, SLIDING
 from .layers.layer_shapes import first_follower, overrides
-from .layers.rope_forms import by_kind, stretched
+from .loaded_config import default_of, loaded_config
 from .rows import FAMILIES
-from .unfolded import UNFOLDED
+from .unfolded import CODE_ONLY, UNFOLDED
 
 __all__ = [
     "FAMILIES",
@@ -65,9 +64,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         InvalidInput: an encoder, latent attention already, another head than a language model's, a family
             that kvfold does not know, or a variant of one that it does not fold.
     """
-    if config.get("model_type") is None:
+    kind = config.get("model_type")
+    if kind is None:
         raise InvalidInput(f"config.json has no model_type; {_SEE}")
-    kind = str(config["model_type"])
+    if not isinstance(kind, str):
+        raise InvalidInput(f"config.json has model_type {shorten(kind)}, where a string is needed")
     if kind in _ENCODERS or config.get("is_encoder_decoder"):
         raise InvalidInput(
             f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {_SEE}"
@@ -82,6 +83,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(f"model_type {kind} already has latent attention; {_SEE}")
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
+    if kind in CODE_ONLY:
+        raise InvalidInput(
+            f"model_type {kind} exists only as code of its checkpoints, which kvfold does not run: "
+            f"{CODE_ONLY[kind]}"
+        )
     if kind not in FAMILIES and "text_config" in config:
         raise InvalidInput(
             f"model_type {kind} has a text_config, but no vision_config or audio_config; kvfold folds the "
@@ -104,7 +110,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"{family.architecture}"
         )
     for field, allowed in family.needs.items():
-        value = config.get(field, family.defaults.get(field))
+        value = config[field] if field in config else default_of(family, field)
         if value not in allowed:
             raise InvalidInput(
                 f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
@@ -119,7 +125,8 @@ def configured(family: Family, config: Mapping[str, Any]) -> Family:
         family: the row.
         config: a complete one, or one as it is on disk.
     """
-    if family.norm_flag is not None and not config.get(family.norm_flag, family.defaults[family.norm_flag]):
+    flag = family.norm_flag
+    if flag is not None and not (config[flag] if flag in config else default_of(family, flag)):
         family = replace(family, q_norm=None, k_norm=None, late_norms=None)
     return family if _rotates(family, config) else replace(family, rotary=None)
 
@@ -159,71 +166,34 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 
 def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the family's defaults filled in.
+    """Return a config.json as transformers' class of the family loads it, with its defaults filled in.
 
-    Its sizes are also given under the names that Llama's has.
-
-    Raises:
-        InvalidInput: it does not say which layers rotate.
-    """
-    renamed = {ours: config[theirs] for ours, theirs in family.names.items() if theirs in config}
-    whole = {**family.defaults, **config, **renamed}
-    if family.kv_heads is None:
-        whole["num_key_value_heads"] = whole["num_attention_heads"]
-    layers = range(whole["num_hidden_layers"]) if isinstance(whole["num_hidden_layers"], int) else range(0)
-    pattern = whole.get("sliding_window_pattern")
-    if family.unrotated == "layer_types" and isinstance(pattern, str) and not whole.get("layer_types"):
-        raise InvalidInput(
-            f"config.json has sliding_window_pattern {shorten(pattern)}, where a whole number is needed"
-        )
-    if family.dense_rotate:
-        whole = dense_first(whole, family.dense_rotate, len(layers))
-    _fill_layer_lists(family, whole, layers)
-    if family.stretches:
-        whole |= stretched(whole)
-    if family.windowed_theta is not None:
-        whole |= by_kind(whole, *family.windowed_theta)
-    if family.mixers is not None:
-        whole["layer_types"] = kinds_of(family.mixers, whole, len(layers))
-    if family.unlike:
-        kinds = whole.get("layer_types")
-        if isinstance(kinds, list) and kinds:  # its class has the last layer read all positions
-            whole["layer_types"] = [*kinds[:-1], ATTENTION]
-        whole["per_layer_config"] = overrides(whole, len(layers))
-    return whole
-
-
-def _fill_layer_lists(family: Family, whole: dict[str, Any], layers: range) -> None:
-    """Add `layer_types` and `no_rope_layers` to a config that says them by a pattern.
+    Its fields have the names that Llama's have, `rope_parameters` says how layers rotate, and `layer_types`
+    the kind of every layer, where there is more than one.
 
     Args:
-        family: its row.
-        whole: the config with the family's defaults, which is changed in place.
-        layers: the numbers of all layers; empty where num_hidden_layers is no number.
+        family: the row.
+        config: a config.json, or what is known of one.
 
     Raises:
-        InvalidInput: it does not say which layers rotate.
+        InvalidInput: a field has a value that the class or kvfold does not read.
     """
-    pattern = whole.get("sliding_window_pattern")
-    if pattern and not isinstance(pattern, str) and not whole.get("layer_types"):
-        shift = 0 if family.full_first else 1
-        whole["layer_types"] = [
-            ATTENTION if (layer + shift) % pattern == 0 else "sliding_attention" for layer in layers
-        ]
-    if family.reads_all is not None and not whole.get("layer_types"):
-        whole["layer_types"] = [
-            ATTENTION if family.reads_all(layer, len(layers)) else SLIDING for layer in layers
-        ]
-    interval = whole.get("no_rope_layer_interval")
-    if interval and not whole.get("no_rope_layers"):
-        whole["no_rope_layers"] = [int((layer + 1) % interval != 0) for layer in layers]
-    if family.unrotated != "no_rope_layers":
-        return
-    if "no_rope_layers" not in whole:
-        raise InvalidInput("config.json has no no_rope_layers and no no_rope_layer_interval; it needs one")
-    turned = whole["no_rope_layers"]
-    if whole.get("attention_chunk_size") and whole.get("layer_types") is None and isinstance(turned, list):
-        whole["layer_types"] = [CHUNKED if turns else ATTENTION for turns in turned]
+    check_fields(config)
+    whole = loaded_config(family, config)
+    layers = whole["num_hidden_layers"]
+    if family.kv_heads is None:
+        whole["num_key_value_heads"] = whole["num_attention_heads"]
+    rope = whole.get("rope_parameters") or {}
+    if family.stretches and rope.get("rope_type") == "dynamic" and rope.get("alpha"):
+        width = whole.get("head_dim") or whole["hidden_size"] // whole["num_attention_heads"]
+        base = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
+        whole["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
+    if family.mixers and not whole.get("layer_types"):
+        whole["layer_types"] = [ATTENTION] * layers
+    if family.unlike:
+        whole["layer_types"] = [*whole["layer_types"][:-1], ATTENTION]  # as the class has it
+        whole["per_layer_config"] = overrides(whole, layers)
+    return whole
 
 
 def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -232,7 +202,7 @@ def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
     Those that read another layer's keys and values do not count: they have no cache.
     """
     layers = range(config["num_hidden_layers"])
-    if family.mixers is None:
+    if not family.mixers:
         return tuple(layers[: first_follower(family, config)])
     return tuple(layer for layer in layers if config["layer_types"][layer] == ATTENTION)
 
@@ -241,20 +211,8 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
     """Return the attention shape that a complete config states.
 
     Raises:
-        InvalidInput: a size is no positive number, or the sizes do not fit together.
+        InvalidInput: the sizes do not fit together.
     """
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "max_position_embeddings", "num_key_value_heads", "head_dim"):  # fmt: skip
-        value = config.get(key)
-        optional = key in {"num_key_value_heads", "head_dim"}
-        optional = optional or (
-            key == "intermediate_size" and FAMILIES[config["model_type"]].defaults[key] is None
-        )
-        if not (optional and value is None) and not is_size(value):
-            raise InvalidInput(
-                f"config.json has {key} {shorten(value)}, where a positive number of at most {LARGEST} "
-                "is needed"
-            )
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -278,7 +236,7 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
     """
     if family.rotary is None:
         return 0
-    share = partial_factor(config)
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
     if share not in {None, 1.0} and not family.rotates_partly:
         raise InvalidInput(
             f"config.json has partial_rotary_factor {share}, but {family.architecture} of transformers "
@@ -290,13 +248,6 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
             f"config.json has {width} rotary dimensions; it needs an even number of at most {head_dim}"
         )
     return int(width)
-
-
-def partial_factor(config: Mapping[str, Any]) -> Any:
-    """Return partial_rotary_factor, from either of its places in config.json."""
-    rope = stated_rope(config)
-    nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    return nested or config.get("partial_rotary_factor")
 
 
 def rotated(family: Family, config: Mapping[str, Any], layer: int) -> bool:
@@ -380,7 +331,7 @@ def stock_reasons(family: Family) -> list[str]:
         "it normalises its keys after the projection": family.k_norm is not None,
         "it bounds its attention scores": family.soft_cap is not None,
         "its attention has sinks": family.sinks is not None,
-        "some of its layers do not attend": family.mixers is not None,
+        "some of its layers do not attend": family.mixers,
         "it gates each head's output": family.gate is not None,
     }
     reasons = [] if never is None else [never]

@@ -1,37 +1,76 @@
-"""The table of families: a row each. A foreign weight's name stands here and in family.py only."""
+"""The table of families, a row each. Foreign weights' names stand here, in family.py and in hosts.py only."""
 
 from dataclasses import replace
 from typing import Any
 
-from .defaults import DEFAULTS
 from .family import Block, Family
-from .hybrid_rows import HYBRID
-from .newer_rows import NEWER
-from .row_parts import (
-    ADDED,
-    AFTER,
-    EXPERTS,
-    FUSED_GATE,
-    GATED,
-    LAYERNORM,
-    NORMS,
-    PARALLEL,
-    QK_NORM,
-    SANDWICH,
-    affine,
-    layer_names,
-)
 
-_GPT_NAMES = {
-    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
-}  # fmt: skip
+EXPERTS = "its MLPs are mixtures of experts"
+LAYERNORM = "it has LayerNorm with a mean and a bias, and an MLP without a gate"
+ADDED = "it normalises what a layer adds to the residual stream"
+PARALLEL = "its attention and MLP read one norm in parallel"
+
+
+def layer_names(*names: str, at: str = "layers.{layer}.") -> tuple[str, ...]:
+    """Return names of a layer's tensors."""
+    return tuple(at + name for name in names)
+
+
+def affine(*names: str) -> tuple[str, ...]:
+    """Return weight and bias of each module."""
+    return tuple(f"{name}.{part}" for name in names for part in ("weight", "bias"))
+
+
+GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+FUSED_GATE = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
+NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+AFTER = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+SANDWICH = (*NORMS, "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
+QK_NORM: dict[str, Any] = {
+    "q_norm": "layers.{layer}.self_attn.q_norm.weight",
+    "k_norm": "layers.{layer}.self_attn.k_norm.weight",
+}
 
 
 def _own(prefix: str) -> dict[str, Any]:
     """Return q, k, v and o of a family with other names for its layers."""
     return {role: f"{prefix}.{role}_proj" for role in "qkv"} | {"o": f"{prefix}.out_proj"}
 
+
+_HUNYUAN: dict[str, Any] = {
+    "late_norms": "weighted",
+    "q_norm": "layers.{layer}.self_attn.query_layernorm.weight",
+    "k_norm": "layers.{layer}.self_attn.key_layernorm.weight",
+    "stretches": True,
+}
+_GEMMA4: dict[str, Any] = {
+    "needs": {"use_bidirectional_attention": ("vision", None)},
+    **QK_NORM,
+    "scale": ("head_dim", 0.0),
+    "value_norm": True,
+    "key_values": "attention_k_eq_v",
+    "followers": "num_kv_shared_layers",
+    "unlike": True,
+    "layer_tensors": layer_names(*SANDWICH, *GATED),
+    "block": ADDED,
+}
+_APERTUS: dict[str, Any] = {
+    **QK_NORM,
+    "layer_tensors": layer_names("attention_layernorm.weight", "feedforward_layernorm.weight", *GATED[1:]),
+    "block": "its MLP has no gate",
+}
+_NO_BIAS: dict[str, Any] = {"attention_bias": (None, False)}
+_GATED_ATTENTION: dict[str, Any] = {**QK_NORM, "norm_shift": 1.0, "gate": "q", "needs": _NO_BIAS}
+_LFM2: dict[str, Any] = {
+    "names": {"rms_norm_eps": "norm_eps"},
+    "q_norm": "layers.{layer}.self_attn.q_layernorm.weight",
+    "k_norm": "layers.{layer}.self_attn.k_layernorm.weight",
+    "o": "layers.{layer}.self_attn.out_proj",
+    "mixers": True,
+    "layer_tensors": layer_names("operator_norm.weight", "ffn_norm.weight"),
+    "model_tensors": ("embedding_norm.weight",),
+}
+_OTHERS = "some of its layers do not attend"
 
 _ROWS = {
     "llama": Family(label="Llama", architecture="LlamaForCausalLM"),
@@ -88,10 +127,8 @@ _ROWS = {
         label="Gemma 3",
         architecture="Gemma3ForCausalLM",
         needs={"use_bidirectional_attention": (None, False)},
-        names={"sliding_window_pattern": "_sliding_window_pattern"},
         **QK_NORM,
         norm_shift=1.0,
-        windowed_theta=("rope_local_base_freq", 1e4),
         scale=("query_pre_attn_scalar", -0.5),
         soft_cap="attn_logit_softcapping",
         layer_tensors=layer_names(*SANDWICH, *GATED),
@@ -136,7 +173,6 @@ _ROWS = {
         architecture="Olmo3ForCausalLM",
         **QK_NORM,
         norm_spans="heads",
-        windowed_theta=(None, 5e5),  # its configuration takes rope_theta for the other layers alone
         layer_tensors=layer_names(*AFTER, *GATED),
         block=ADDED,
     ),
@@ -218,7 +254,6 @@ _ROWS = {
         label="GPT-NeoX, Pythia",
         architecture="GPTNeoXForCausalLM",
         rotates_partly=True,
-        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         prefix="gpt_neox.",
         qkv="layers.{layer}.attention.query_key_value",
         o="layers.{layer}.attention.dense",
@@ -236,7 +271,7 @@ _ROWS = {
     "gpt2": Family(
         label="GPT-2",
         architecture="GPT2LMHeadModel",
-        names=_GPT_NAMES,
+        names={"intermediate_size": "n_inner"},
         needs={"add_cross_attention": (None, False), "scale_attn_weights": (True,)},
         prefix="transformer.",
         qkv="h.{layer}.attn.c_attn",
@@ -254,7 +289,7 @@ _ROWS = {
     "gptj": Family(
         label="GPT-J",
         architecture="GPTJForCausalLM",
-        names=_GPT_NAMES,
+        names={"intermediate_size": "n_inner"},
         prefix="transformer.",
         **_own("h.{layer}.attn"),
         rotary="interleaved",
@@ -292,5 +327,306 @@ _ROWS = {
         block=PARALLEL,
         caches_queries=True,
     ),
+    "arcee": Family(
+        label="Arcee",
+        architecture="ArceeForCausalLM",
+        layer_tensors=layer_names(*NORMS, *GATED[1:]),
+        block="its MLP has no gate",
+    ),
+    "helium": Family(label="Helium", architecture="HeliumForCausalLM", rotary="interleaved"),
+    "cwm": Family(label="CWM", architecture="CwmForCausalLM"),
+    "seed_oss": Family(label="Seed-OSS", architecture="SeedOssForCausalLM"),
+    "ernie4_5": Family(
+        label="Ernie 4.5",
+        architecture="Ernie4_5ForCausalLM",
+        rotary="interleaved",
+        needs={"use_bias": (None, False)},
+    ),
+    "ernie4_5_moe": Family(
+        label="Ernie 4.5 MoE",
+        architecture="Ernie4_5_MoeForCausalLM",
+        rotary="interleaved",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "hyperclovax": Family(
+        label="HyperCLOVA X",
+        architecture="HyperCLOVAXForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        block="it scales and may normalise what a layer adds to the residual stream",
+    ),
+    "jais2": Family(
+        label="Jais 2",
+        architecture="Jais2ForCausalLM",
+        layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm"), *GATED[1:]),
+        model_tensors=affine("norm"),
+        block=LAYERNORM,
+    ),
+    "nemotron": Family(
+        label="Nemotron",
+        architecture="NemotronForCausalLM",
+        rotates_partly=True,
+        layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm"), *GATED[1:]),
+        model_tensors=affine("norm"),
+        block=LAYERNORM,
+    ),
+    "granitemoe": Family(
+        label="Granite MoE",
+        architecture="GraniteMoeForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "granitemoeshared": Family(
+        label="Granite MoE, shared expert",
+        architecture="GraniteMoeSharedForCausalLM",
+        scale=("attention_multiplier", 1.0),
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "olmoe": Family(
+        label="OLMoE",
+        architecture="OlmoeForCausalLM",
+        needs={"clip_qkv": (None,)},
+        **QK_NORM,
+        norm_spans="heads",
+        layer_tensors=layer_names(*NORMS, "mlp.gate.weight"),
+        block=EXPERTS,
+    ),
+    "flex_olmo": Family(
+        label="FlexOlmo",
+        architecture="FlexOlmoForCausalLM",
+        **QK_NORM,
+        norm_spans="heads",
+        layer_tensors=layer_names(*AFTER, "mlp.gate.weight"),
+        block=EXPERTS,
+    ),
+    "dots1": Family(
+        label="dots.llm1",
+        architecture="Dots1ForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "glm4_moe": Family(
+        label="GLM-4.5 and later",
+        architecture="Glm4MoeForCausalLM",
+        rotates_partly=True,
+        **QK_NORM,
+        norm_flag="use_qk_norm",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "apertus": Family(label="Apertus", architecture="ApertusForCausalLM", **_APERTUS),
+    "apertus1p5_text": Family(
+        label="Apertus 1.5, text", architecture="Apertus1p5TextForCausalLM", **_APERTUS
+    ),
+    "minimax_m2": Family(
+        label="MiniMax M2",
+        architecture="MiniMaxM2ForCausalLM",
+        rotates_partly=True,
+        **QK_NORM,
+        norm_spans="heads",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "phimoe": Family(
+        label="Phi-3.5-MoE",
+        architecture="PhimoeForCausalLM",
+        layer_tensors=layer_names(*affine("input_layernorm", "post_attention_layernorm")),
+        model_tensors=affine("norm"),
+        block=EXPERTS,
+    ),
+    "hy_v3": Family(
+        label="Hunyuan 3",
+        architecture="HYV3ForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "hunyuan_v1_dense": Family(label="Hunyuan", architecture="HunYuanDenseV1ForCausalLM", **_HUNYUAN),
+    "hunyuan_v1_moe": Family(
+        label="Hunyuan MoE",
+        architecture="HunYuanMoEV1ForCausalLM",
+        **_HUNYUAN,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "llama4_text": Family(
+        label="Llama 4, text",
+        architecture="Llama4ForCausalLM",
+        late_norms="bare",
+        norm_flag="use_qk_norm",
+        rotary="interleaved",
+        unrotated="no_rope_layers",
+        unlatent="its class can scale queries by position in layers without rotation, and rotates in the "
+        "others by complex numbers",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "gemma4_text": Family(label="Gemma 4, text", architecture="Gemma4ForCausalLM", **_GEMMA4),
+    "gemma4_unified_text": Family(
+        label="Gemma 4 unified, text", architecture="Gemma4UnifiedForCausalLM", **_GEMMA4
+    ),
+    "nanochat": Family(
+        label="nanochat",
+        architecture="NanoChatForCausalLM",
+        late_norms="bare",
+        rotary="reversed",
+        layer_tensors=layer_names("mlp.fc1.weight", "mlp.fc2.weight"),
+        model_tensors=(),
+        block="its norms have no weights, and its MLP has no gate",
+    ),
+    "solar_open": Family(
+        label="Solar Open",
+        architecture="SolarOpenForCausalLM",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "vaultgemma": Family(
+        label="VaultGemma",
+        architecture="VaultGemmaForCausalLM",
+        norm_shift=1.0,
+        scale=("query_pre_attn_scalar", -0.5),
+        soft_cap="attn_logit_softcapping",
+        layer_tensors=layer_names("input_layernorm.weight", "pre_feedforward_layernorm.weight", *GATED),
+        block="it bounds its logits",
+    ),
+    "aria_text": Family(
+        label="Aria, text",
+        architecture="AriaTextForCausalLM",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "mellum": Family(
+        label="Mellum",
+        architecture="MellumForCausalLM",
+        **QK_NORM,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "exaone4": Family(
+        label="EXAONE 4",
+        architecture="Exaone4ForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
+        layer_tensors=layer_names(*AFTER, *GATED),
+        block=ADDED,
+    ),
+    "exaone_moe": Family(
+        label="EXAONE MoE",
+        architecture="ExaoneMoeForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "afmoe": Family(
+        label="AFMoE (Trinity)",
+        architecture="AfmoeForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
+        gate="layers.{layer}.self_attn.gate_proj",
+        layer_tensors=layer_names(*NORMS, "pre_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
+        block=EXPERTS,
+    ),
+    "flint": Family(
+        label="Flint",
+        architecture="FlintForCausalLM",
+        **QK_NORM,
+        unrotated="layer_types",
+        sinks="layers.{layer}.self_attn.softmax_offset",
+        layer_tensors=layer_names(*NORMS, "self_attn.softmax_offset"),
+        block=EXPERTS,
+    ),
+    "kolibri1": Family(
+        label="Kolibri 1",
+        architecture="Kolibri1ForCausalLM",
+        **QK_NORM,
+        unrotated="sliding_window",
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "internlm3": Family(
+        label="InternLM 3", architecture="LlamaForCausalLM", block="its class is chosen by name"
+    ),
+    "iquestcoder": Family(
+        label="IQuest-Coder", architecture="LlamaForCausalLM", block="its class is chosen by name"
+    ),
+    # Those in which only some layers attend.
+    "qwen3_next": Family(
+        label="Qwen3-Next",
+        architecture="Qwen3NextForCausalLM",
+        rotates_partly=True,
+        **_GATED_ATTENTION,
+        mixers=True,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "qwen3_5_text": Family(
+        label="Qwen3.5",
+        architecture="Qwen3_5ForCausalLM",
+        rotates_partly=True,
+        **_GATED_ATTENTION,
+        mixers=True,
+        layer_tensors=layer_names(*NORMS, *GATED),
+        block=_OTHERS,
+    ),
+    "qwen3_5_moe_text": Family(
+        label="Qwen3.5-MoE",
+        architecture="Qwen3_5MoeForCausalLM",
+        rotates_partly=True,
+        **_GATED_ATTENTION,
+        mixers=True,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "lfm2": Family(label="LFM2", architecture="Lfm2ForCausalLM", **_LFM2, block=_OTHERS),
+    "lfm2_moe": Family(label="LFM2-MoE", architecture="Lfm2MoeForCausalLM", **_LFM2, block=EXPERTS),
+    "granitemoehybrid": Family(
+        label="Granite 4",
+        architecture="GraniteMoeHybridForCausalLM",
+        rotates="position_embedding_type",
+        scale=("attention_multiplier", 1.0),
+        mixers=True,
+        layer_tensors=layer_names(*NORMS),
+        block=_OTHERS,
+    ),
+    "minimax": Family(
+        label="MiniMax",
+        architecture="MiniMaxForCausalLM",
+        needs={"sliding_window": (None,)},
+        mixers=True,
+        layer_tensors=layer_names(*NORMS),
+        block=EXPERTS,
+    ),
+    "bamba": Family(
+        label="Bamba",
+        architecture="BambaForCausalLM",
+        rotates_partly=True,
+        mixers=True,
+        layer_tensors=layer_names("input_layernorm.weight", "pre_ff_layernorm.weight"),
+        model_tensors=("final_layernorm.weight",),
+        block=_OTHERS,
+    ),
+    "jamba": Family(
+        label="Jamba",
+        architecture="JambaForCausalLM",
+        rotary=None,
+        mixers=True,
+        layer_tensors=layer_names("input_layernorm.weight", "pre_ff_layernorm.weight"),
+        model_tensors=("final_layernorm.weight",),
+        block=_OTHERS,
+    ),
+    "olmo_hybrid": Family(
+        label="OLMo Hybrid",
+        architecture="OlmoHybridForCausalLM",
+        **QK_NORM,
+        norm_spans="heads",
+        rotates="rope_theta",
+        mixers=True,
+        layer_tensors=layer_names(*GATED),
+        block=_OTHERS,
+    ),
 }
-FAMILIES = {kind: replace(row, defaults=DEFAULTS[kind]) for kind, row in (_ROWS | NEWER | HYBRID).items()}
+FAMILIES = {kind: replace(row, kind=kind) for kind, row in _ROWS.items()}

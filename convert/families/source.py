@@ -13,14 +13,14 @@ from ...checkpoints.directory import Checkpoint
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
 from ...checkpoints.record import check_unfolded
 from ...core.errors import InvalidInput
+from ...core.untrusted import printable
 from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
-from .config_fields import check_fields, check_ids, check_kinds, check_lists, known_ids
+from .config_fields import check_ids, check_layers, known_ids
 from .family import Family
-from .late_norms import has_late_norms, late_gain, with_late_norms
 from .layers.layer_kinds import reach_of
 from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
@@ -83,7 +83,7 @@ class Source:
 
         They are those that attend, and those that read the keys and values of one of them.
         """
-        return tuple(range(self.layers)) if self.family.mixers is None else self.attending
+        return tuple(range(self.layers)) if not self.family.mixers else self.attending
 
     def donor(self, layer: int) -> int | None:
         """Return the layer whose keys and values a layer reads; None where it has its own."""
@@ -109,7 +109,7 @@ class Source:
     @property
     def kinds(self) -> dict[str, int]:
         """Return the number of layers of each kind, where some do not attend; empty where all do."""
-        if self.family.mixers is None:
+        if not self.family.mixers:
             return {}
         return dict(Counter(self.config["layer_types"]))
 
@@ -224,9 +224,7 @@ class Source:
             raise InvalidInput(
                 f"config.json has a short_factor of {len(short_F)} numbers for {len(base_F)} rotary pairs"
             )
-        original = self.config.get("original_max_position_embeddings")  # where transformers 4 wrote it
-        factor = longrope_factor({"original_max_position_embeddings": original, **rope}, self.positions)
-        return torch.cat([base_F / short_F, still_F]), factor
+        return torch.cat([base_F / short_F, still_F]), longrope_factor(rope, self.positions)
 
     def reads(self, layer: int) -> tuple[str, ...]:
         """Return the tensors of a layer's attention that a fold replaces."""
@@ -263,12 +261,12 @@ class Source:
         if self.family.gate not in {None, "q"}:
             names["gate.weight"] = f"{self.family.prefix}{self.family.gate}.weight".format(layer=layer)
         tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
-        late = has_late_norms(self.family, self.config, layer)
+        late = self._has_late_norms(layer)
         rotary_factor = 1.0 if late else rotary_factor  # which such a norm takes away
         partial = rotary_factor != 1 and own.rotary_width < own.geometry.head_dim
         scale = self.scale(layer) * (1 if partial else rotary_factor**2)
         attention = unpack(tensors, self.family, own.geometry, own.rotary_width, scale)
-        attention = with_late_norms(attention) if late else attention
+        attention = _with_late_norms(attention) if late else attention
         if not partial:
             return attention
         gain_H = self._pair_gains(rotary_factor).repeat(2)
@@ -282,6 +280,25 @@ class Source:
         gain_F = torch.ones(self.geometry.head_dim // 2, dtype=torch.float64)
         gain_F[: self.rotary_width // 2] = rotary_factor**2
         return gain_F
+
+    def _has_late_norms(self, layer: int) -> bool:
+        """Return whether a layer normalises each head between rotation and scores.
+
+        A rotation keeps the length of a head, so such a norm divides by the same number as one in front of
+        it. Only their weights differ: behind the rotation, those of queries and keys are one gain on each
+        dimension's share of a score. What is common to a rotary pair's two gains could as well be in front of
+        the rotation, so `attention` has it as the weight of the query's norm. The rest stays behind it.
+        """
+        if self.family.late_norms == "bare":
+            return rotated(self.family, self.config, layer)
+        return self.family.late_norms is not None
+
+    def _late_gain(self, layer: int) -> Tensor | None:
+        """Return that rest, the gain of each dimension behind the rotation, (H,); None for bare norms."""
+        names = [self.family.norm("q", layer), self.family.norm("k", layer)]
+        order_H = self.order_of(layer)
+        weights = [self.checkpoint[name].to(torch.float64)[order_H] for name in names if name is not None]
+        return _pair_gain(weights[0] * weights[1])[1] if weights else None
 
     def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
         """Return the parts of a layer's attention that are not weights, float64.
@@ -297,14 +314,14 @@ class Source:
         if family.sinks is not None:
             sinks_N = self.checkpoint[family.prefix + family.sinks.format(layer=layer)].to(torch.float64)
         bounded = family.soft_cap is not None and self.config[family.soft_cap] is not None
-        late = has_late_norms(family, self.config, layer)
+        late = self._has_late_norms(layer)
         return Scoring(
             norm_epsilon=_positive(self.config, "rms_norm_eps") if family.normalises else 0.0,
             soft_cap=_positive(self.config, str(family.soft_cap)) if bounded else None,
             window=self.window(layer),
             sinks_N=sinks_N,
             pair_gain_F=None if rotary_factor == 1 or late else self._pair_gains(rotary_factor),
-            late_gain_H=late_gain(self.checkpoint, family, layer, self.order_of(layer)) if late else None,
+            late_gain_H=self._late_gain(layer) if late else None,
             value_norm=family.value_norm,
             key_values=self.keys_are_values(layer),
         )
@@ -323,6 +340,23 @@ class Source:
         return float(base**exponent) / (layer + 1 if by_layer else 1)
 
 
+def _with_late_norms(attention: Attention) -> Attention:
+    """Return a layer whose norms behind the rotation are in front of it, as far as they may be."""
+    ones_1H = attention.k_KHD.new_ones(1, attention.k_KHD.shape[1])
+    if attention.q_norm_NH is None or attention.k_norm_KH is None:
+        return replace(attention, q_norm_NH=ones_1H, k_norm_KH=ones_1H)
+    common_1H, _ = _pair_gain(attention.q_norm_NH * attention.k_norm_KH)
+    return replace(attention, q_norm_NH=common_1H, k_norm_KH=ones_1H)
+
+
+def _pair_gain(product_XH: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the root mean square of each pair's two gains, and what is left of each gain."""
+    real, imaginary = product_XH.chunk(2, -1)
+    common = ((real.square() + imaginary.square()) / 2).sqrt().clamp_min(torch.finfo(product_XH.dtype).tiny)
+    common_XH = torch.cat([common, common], -1)
+    return common_XH, product_XH / common_XH
+
+
 def _positive(config: Mapping[str, Any], name: str) -> float:
     if not isinstance(config[name], int | float) or not config[name] > 0:
         raise InvalidInput(f"config.json has {name} {config[name]!r}, where a positive number is needed")
@@ -338,27 +372,29 @@ def open_source(place: Path | Checkpoint) -> Source:
     directory = place if isinstance(place, Path) else place.directory
     check_unfolded(directory)
     checkpoint = open_checkpoint(place) if isinstance(place, Path) else place
-    check_fields(checkpoint.config)
     family = family_of(checkpoint.config)
     if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
         family = replace(family, prefix="")  # saved as the bare model, as the first GPT-2 checkpoints are
+    embedding = family.prefix + family.embedding
+    wrapped = [name for name in checkpoint if name.endswith(f".{embedding}")]
+    if wrapped and embedding not in checkpoint:
+        raise InvalidInput(
+            f"the tensors of {checkpoint.directory} have {printable(wrapped[0].removesuffix(embedding))} in "
+            "front of their names, as a model in a wrapper has; save the model that is in the wrapper"
+        )
     config = complete(family, checkpoint.config)
     geometry = geometry_of(config)
-    check_lists(config)
-    if family.mixers is not None:
-        check_kinds(config)
+    check_layers(config, mixers=family.mixers)
     family = configured(family, config)  # which layers rotate may be known only now
     check_ids(checkpoint.config, config["vocab_size"])
     config |= known_ids(config, config["vocab_size"])
     layers = attending(family, config)
-    if family.mixers is None:
+    if not family.mixers:
         layers = tuple(range(config["num_hidden_layers"]))
     own = {layer: shape_of(family, config, geometry, layer) for layer in layers}
     biases = biases_of(checkpoint, family, own)
     check_whole(checkpoint, family, config)
-    if config["tie_word_embeddings"] and has_own_head(
-        checkpoint, family.head, family.prefix + family.embedding
-    ):
+    if config["tie_word_embeddings"] and has_own_head(checkpoint, family.head, embedding):
         config["tie_word_embeddings"] = False
     width = rotary_width(family, config, geometry.head_dim)
     source = Source(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import click
 
 from ...core.console import Command, show_json, show_table
+from ...core.errors import InvalidInput
 from .hosts import HOSTS
 from .recognition import (
     FAMILIES,
@@ -68,7 +69,10 @@ def support(kind: str) -> tuple[Support, ...]:
         kind: its model_type, a key of FAMILIES.
     """
     family = FAMILIES[kind]
-    config = complete(family, {"model_type": kind})
+    try:
+        config = complete(family, {"model_type": kind})
+    except InvalidInput as missing:  # in an older transformers
+        return tuple(Support(target=to, status="no", why=str(missing)) for to in ("gqa", "mqa", "mla"))
     stock = _latent(family, config)
     return (
         _heads(family, "gqa"),

@@ -78,9 +78,21 @@ UNFOLDED: dict[str, str] = {
     "diffllama": "its attention is the difference of two",
     "doge": "its attention mask is computed from the values",
     "gpt-sw3": "its checkpoints have model_type gpt2, which can be folded",
-    "gpt_bigcode": "it has one key/value head already",
+    "gpt_bigcode": "it has one key/value head already; with multi_query false no row describes its attention",
     "jetmoe": "its heads are experts, of which each token takes some",
 }  # fmt: skip
+# Model types that only checkpoints' own code computes, each with the class that their weights convert to.
+CODE_ONLY: dict[str, str] = {
+    "minicpm": "its factors can go into the weights of a LlamaForCausalLM, so convert it to that class first",
+    "internlm": "convert it to LlamaForCausalLM with attention_bias first",
+    "internlm2": "convert it to LlamaForCausalLM first, which has wqkv as three projections",
+    "baichuan": "convert a 7B model to LlamaForCausalLM first, which has W_pack as three projections; no "
+    "class of transformers has the distance biases of a 13B model",
+    "chatglm": "convert ChatGLM2, ChatGLM3 or GLM-4 to GlmForCausalLM first; no class of transformers "
+    "computes the first ChatGLM",
+    "deci": "convert it to LlamaForCausalLM first, by repeating key/value heads until each layer has as many",
+    "nemotron-nas": "no class of transformers leaves out the attention of some layers as it does",
+}
 
 
 def verdict(kind: str, folded: Iterable[str]) -> str:

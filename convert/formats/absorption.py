@@ -163,13 +163,15 @@ def _check(name: str, module: Any) -> None:
         raise InvalidInput(
             "this transformers caches expanded keys and values; absorbed decoding needs 5.15 or later"
         )
-    up = module.kv_b_proj
-    is_real = up.weight.is_floating_point() and up.weight.itemsize > 1  # FP8 lacks its scale
-    if type(up) is not nn.Linear or type(up.weight) is not nn.Parameter or not is_real:
-        dtype = str(up.weight.dtype).removeprefix("torch.")
+    up, weight = module.kv_b_proj, getattr(module.kv_b_proj, "weight", None)
+    # FP8 lacks its scale; torchao's tensors are instances of Parameter, but of classes of their own.
+    is_real = type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1
+    if type(up) is not nn.Linear or not is_real:
+        dtype = str(getattr(weight, "dtype", None)).removeprefix("torch.")
+        held = "no weight" if weight is None else f"a {dtype} {type(weight).__name__}"
         raise InvalidInput(
-            f"{name}.kv_b_proj is {type(up).__name__} with a {dtype} {type(up.weight).__name__}, not a plain "
-            "matrix; load the model without quantisation or sharding, and merge adapters first"
+            f"{name}.kv_b_proj is {type(up).__name__} with {held}, not a plain matrix; "
+            "load the model without quantisation or sharding, and merge adapters first"
         )
     norm = module.kv_a_layernorm.weight
     if norm.dtype == torch.float16 and not norm.is_meta and bool((norm == NORM_WEIGHT).all()):

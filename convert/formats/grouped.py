@@ -69,6 +69,7 @@ class Grouped(Container):
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json of the output, made from the source's."""
         made = {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
+        made |= _former_rope(made)
         return with_fewer_heads(made, self._share) if self.family.unlike else made
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -103,6 +104,20 @@ class Grouped(Container):
     def notices(self, source: Source, why: str | None) -> list[str]:
         """Return a warning where transformers' class caches every query head, folded or not."""
         return cached_queries(self.family)
+
+
+def _former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in which transformers 4 and engines look for the rope parameters of a config.json.
+
+    They are empty where it has none, has one set for each kind of layer, or says them in those fields too.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_theta") is None or config.get("rope_scaling"):
+        return {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_scaled = rope.get("rope_type", "default") != "default"
+    share = {key: value for key, value in rope.items() if key == "partial_rotary_factor"}
+    return {**share, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}
 
 
 def cached_queries(family: Family) -> list[str]:

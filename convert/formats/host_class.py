@@ -16,7 +16,7 @@ from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import Geometry, GroupedTarget
-from ..families.hosts import HOSTS, Host, check_for_heads
+from ..families.hosts import HOSTS, Host
 from ..families.packing import outputs, pack, shapes
 from ..families.recognition import Family
 from ..families.source import Source
@@ -142,14 +142,30 @@ def grouped_container(source: Source, target: GroupedTarget) -> Container:
         InvalidInput: no class holds that many key/value heads.
     """
     family, geometry = source.family, source.geometry
-    check_for_heads(family, source.config, geometry.num_key_value_heads, target.num_key_value_heads)
-    if family.host is None:
+    if family.kv_heads is not None:
         return Grouped(
             family=family,
             geometry=geometry,
             target=target,
             biases=source.biases,
             layers={layer: source.shape(layer) for layer in source.folded},
+        )
+    if family.host is None:
+        raise InvalidInput(
+            f"no class of transformers computes {family.label} with fewer key/value heads than query heads"
+        )
+    host = HOSTS[family.host]
+    written = f"{family.label} is written as {host.family.architecture}"
+    for field, value in host.needs.items():
+        if source.config[field] != value:
+            raise InvalidInput(
+                f"{written}, which has {field} {value}, but config.json has {source.config[field]}"
+            )
+    heads = geometry.num_key_value_heads
+    if not host.any_heads and target.num_key_value_heads not in (1, heads):
+        raise InvalidInput(
+            f"{written}, which has one key/value head or {heads}, not {target.num_key_value_heads}; use "
+            "--to mqa"
         )
     rope = {}
     if family.rotary is not None:
@@ -158,7 +174,7 @@ def grouped_container(source: Source, target: GroupedTarget) -> Container:
         if factor != 1.0:
             rope["attention_factor"] = factor
     return HostClass(
-        host=HOSTS[family.host],
+        host=host,
         family=family,
         geometry=geometry,
         target=target,

@@ -17,8 +17,8 @@ from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
-from ...core.files import replace_text, whole_directory, write_json
-from ...core.untrusted import is_text, read_json
+from ...core.files import whole_directory, write_json
+from ...core.untrusted import read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
@@ -27,23 +27,9 @@ from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
 from .quantised_tower import stored_names, tower_modelopt_file, tower_quantization
 
-_CLAIM, _CLAIM_BYTES = "manifest.json", 2**16
 _OTHERS = ("vision", "visual", "audio")  # parts of the names of modules that are no text tower
 _NOT_OF_TEXT = {"model_type", "architectures", "quantization_config"}
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TowerClaim:
-    """The fold that a written tower is only there for, and is removed after.
-
-    Attributes:
-        digest: of all that its output depends on, hexadecimal.
-        command: that makes the same output, without `--out`.
-    """
-
-    digest: str
-    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,36 +124,21 @@ def text_config(directory: Path) -> dict[str, Any]:
     return {**text, "model_type": as_causal(str(text.get("model_type")))}
 
 
-def is_written(tower: Tower, out: Path) -> bool:
-    """Return whether a directory holds a tower that `write_tower` wrote whole.
+def is_copy(tower: Tower, out: Path) -> bool:
+    """Return whether a directory holds a tower as `write_tower` writes it now.
 
     Args:
         tower: the tower.
         out: the directory, which may be anything.
     """
-    if not (out / "config.json").is_file():
+    file, kept = out / MODELOPT_FILE, tower_modelopt_file(tower.whole, tower.names)
+    if not (out / "config.json").is_file() or (read_json(file) if file.is_file() else None) != kept:
         return False
-    whole, there = as_stored(tower.whole), Checkpoint(out, packed=True)
     written, wanted = (
         {key: value for key, value in config.items() if key != "transformers_version"}
         for config in (read_config(out), json.loads(json.dumps(tower.config)))
     )
-    file = out / MODELOPT_FILE
-    if (read_json(file) if file.is_file() else None) != tower_modelopt_file(tower.whole, tower.names):
-        return False
-    if written != wanted or set(there) != set(tower.stored.values()):
-        return False
-    return all(there.spec(name) == whole.spec(stored) for stored, name in tower.stored.items())
-
-
-def is_copy(tower: Tower, out: Path) -> bool:
-    """Return whether a directory holds a tower as `is_written` does, with the weights that it has now.
-
-    Args:
-        tower: the tower.
-        out: the directory, which may be anything.
-    """
-    return is_written(tower, out) and holds_weights(tower, out)
+    return written == wanted and holds_weights(tower, out)
 
 
 def holds_weights(tower: Tower, directory: Path) -> bool:
@@ -182,14 +153,13 @@ def holds_weights(tower: Tower, directory: Path) -> bool:
     )
 
 
-def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | None = None) -> None:
+def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
     """Write a tower alone, as a checkpoint of a causal language model.
 
     Args:
         tower: the tower.
         out: the new directory.
         shard_size: most bytes of a weight file.
-        claim: of the fold that the directory is only written for, and removed after; None: it stays.
 
     Raises:
         InvalidInput: the directory exists or cannot be written.
@@ -204,8 +174,6 @@ def write_tower(tower: Tower, out: Path, shard_size: int, claim: TowerClaim | No
                 for first, piece in whole.stream(stored):
                     writer.write(name, piece, first)
         write_side_files(tower, partial)
-        if claim is not None:
-            (partial / _CLAIM).write_text(_written(claim), encoding="utf-8")
 
 
 def write_side_files(tower: Tower, out: Path) -> None:
@@ -220,25 +188,6 @@ def write_side_files(tower: Tower, out: Path) -> None:
     content = tower_modelopt_file(tower.whole, tower.names)
     if content is not None:
         write_json(out / MODELOPT_FILE, content)
-
-
-def claim_of(out: Path) -> TowerClaim | None:
-    """Return the claim of a directory from `write_tower`; None where it has none."""
-    file = out / _CLAIM
-    if out.is_symlink() or not file.is_file():
-        return None
-    found = read_json(file, _CLAIM_BYTES)
-    digest, command = found.get("request"), found.get("command")
-    return TowerClaim(digest=digest, command=command) if is_text(digest) and is_text(command) else None
-
-
-def take_over(out: Path, claim: TowerClaim) -> None:
-    """Replace the claim of a directory from `write_tower`."""
-    replace_text(out / _CLAIM, _written(claim))
-
-
-def _written(claim: TowerClaim) -> str:
-    return json.dumps({"request": claim.digest, "command": claim.command})
 
 
 def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,7 +224,9 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     changed = {
         key: value for key, value in folded.items() if key not in _KEPT and value != tower.config.get(key)
     }
-    changed.pop("per_layer_config", None)  # which the whole checkpoint may say in another way
+    # The whole checkpoint may say these in another way.
+    for field in ("per_layer_config", "rope_theta", "rope_scaling", "partial_rotary_factor"):
+        changed.pop(field, None)
     share = folded.get("num_key_value_heads", 1), tower.config.get("num_key_value_heads", 1)
     config: dict[str, Any] = without_code(as_stored(tower.whole).config)
     config.pop("quantization_config", None)

@@ -238,6 +238,11 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
         found_by = _commands([f"{record['migrate']['command']} --out DIR"], record, source)
         search = ["A search found this size:\n\n" + found_by, "These commands make it without the search:"]
     rest = "`kvfold.json` has the details: hashes of the source's files, the losses of every layer."
+    if record.get("request", {}).get("ignore_code"):
+        rest += (
+            " Code that the source has next to its weights was not read: this model computes what "
+            "transformers' class of the source's model_type computes."
+        )
     return ["## How it was made", *search, shown, *recipe, as_table(["", ""], rows), rest]
 
 

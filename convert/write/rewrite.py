@@ -1,12 +1,11 @@
 """The one path of a fold: fold each layer's attention, copy everything else, rename the output.
 
-Tensors go to planned offsets in `<out>.partial`; each is read once. Every layer is a job of its own on one
-thread, so the bytes depend neither on the number of jobs nor on the number of processes. Memory is that of
-the layers at work. A source file is hashed just before its tensors are read, which then come from the
+Tensors go to planned offsets in `<out>.partial/model`; each is read once. Every layer is a job of its own on
+one thread, so the bytes depend neither on the number of jobs nor on the number of processes. Memory is that
+of the layers at work. A source file is hashed just before its tensors are read, which then come from the
 system's cache.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, finish
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files
+from ...checkpoints.identity import check_unchanged, hash_unchanged
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
-from ...checkpoints.record import SCHEMA, changed_since, describe, other_weights, read_record, write_record
+from ...checkpoints.record import SCHEMA, describe, write_record
 from ...checkpoints.shards import ShardWriter
-from ...checkpoints.unchanged import check_unchanged, hash_unchanged
 from ...core.console import is_first, notice, progress
 from ...core.disk import check_room, disk_error, is_full, writing_errors
 from ...core.errors import InvalidInput
@@ -34,28 +33,22 @@ from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
 from ...core.version import __version__
+from ...core.work import WorkDir, claimed, joined, strangers, working_directory
 from ..calibration.capacity import default_jobs
 from ..decide.measured.layer_losses import FEWER
 from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
 from ..methods import table as methods
 from ..request import FoldRequest
-from .fold_journal import (
-    FoldJournal,
-    Found,
-    check_idle,
-    check_options,
-    first_journal,
-    only_unnamed,
-    other_journal,
-    unneeded,
-)
 from .fold_threads import fold_threads
 from .layer_fold import fold
 from .layer_order import in_order
 from .model_card import write_card
 
 _SYNC = 1.0  # seconds between two times that small units are forced to the disk
+KIND = "fold"
+RESULT = "model"  # the directory in the working one that becomes the output
+Found = dict[str, Any]  # about a unit, as the journal and kvfold.json have it
 Unit = Callable[[], Found]
 
 
@@ -73,9 +66,11 @@ def check_begun(request: FoldRequest, out: Path, size: int) -> None:
     """
     if is_first():
         check_makeable(out)
-        check_room(out, size, _partial(out))
-        check_idle(_partial(out))
-    check_options(_partial(out), request.essentials())
+        check_room(out, size, working_directory(out))
+        path = working_directory(out)
+        if path.exists() or path.is_symlink():
+            with claimed(path, KIND, keeps=lambda work: True) as work:
+                work.check(options_of(request))
 
 
 @enough_memory(FEWER)
@@ -109,59 +104,37 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     with together():
         plan = in_order(plan)
     plan = settle(plan)
-    partial = _partial(out)
-    with together():
-        finished = _name_finished(plan, partial, out) if is_first() else None
-    finished = from_first(finished)
-    if finished is not None:
-        return finished
     with ExitStack() as first:
-        done = _share(plan, out, partial, first)
+        work = None
+        with together():
+            if is_first():
+                work = first.enter_context(claimed(working_directory(out), KIND))
+        done = _share(plan, out, work)
         record = _record(plan, source_name or plan.request.source_name, done)
-        if is_first():
+        if work is not None:
             with _failures(plan, out):
-                record = _complete(plan, partial, record)
+                record = _complete(plan, work.path / RESULT, record)
                 # The output could hold weights of two sources.
                 check_unchanged(plan.source.checkpoint, _hashes(plan, done))
-                finish(partial, out, unneeded(partial))
+                work.finish(work.path / RESULT, out)
     return record
 
 
-def _partial(out: Path) -> Path:
-    """Return the directory of the half-written output."""
-    return out.with_name(out.name + ".partial")
+def options_of(request: FoldRequest) -> dict[str, Any]:
+    """Return the options of a request, by which a later one is compared with it."""
+    names = {"model": "the source", "engines": "--engine"}
+    return {
+        names.get(name, f"--{name.replace('_', '-')}"): value for name, value in request.essentials().items()
+    }
 
 
-def _name_finished(plan: Plan, partial: Path, out: Path) -> dict[str, Any] | None:
-    """Give an output that an earlier run of the same request has finished its name.
-
-    Returns:
-        Its record; None if there is no such output.
-
-    Raises:
-        InvalidInput: its weights have changed since.
-    """
-    with only_unnamed(partial) as is_finished:
-        record = read_record(partial) if is_finished else None
-        if record is None or record.get("request") != json.loads(json.dumps(plan.request.essentials())):
-            return None
-        if changed_since(record, plan.source.checkpoint.directory):
-            return None
-        if flaw := other_weights(partial):
-            raise InvalidInput(f"{flaw}; remove {partial} and run the same command again")
-        with _failures(plan, out):
-            finish(partial, out, unneeded(partial))
-        return record
-
-
-def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, Found]:
+def _share(plan: Plan, out: Path, work: WorkDir | None) -> dict[str, Found]:
     """Write this process's share of the tensors, and return what all processes found.
 
     Args:
         plan: of `rewrite`, as the other arguments.
         out: the output directory.
-        partial: the directory of the half-written output.
-        first: keeps the journal of rank 0 open until the output has its name.
+        work: the working directory, which rank 0 has claimed; None in the other processes.
     """
     rank, ranks = place()
     shard_size = plan.request.shard_size
@@ -177,19 +150,25 @@ def _share(plan: Plan, out: Path, partial: Path, first: ExitStack) -> dict[str, 
                 raise InvalidInput(
                     "the processes do not see the same source; give them one directory that they all share"
                 )
-            if rank == 0:
-                journal = first.enter_context(first_journal(partial, fingerprint, plan.request.essentials()))
-                writer = own.enter_context(ShardWriter(partial, specs, shard_size))
-                journal.restart(_intact(journal.done, writer) if writer.resumed else {})
-                done = journal.done
+            if work is not None:
+                work.begin(options_of(plan.request), fingerprint)
+                result = work.path / RESULT
+                result.mkdir(exist_ok=True)
+                for path in result.iterdir():  # a source may have lost files that an earlier run copied
+                    if path.suffix != ".safetensors" and not any(strangers(path)):
+                        path.unlink()
+                writer = own.enter_context(ShardWriter(result, specs, shard_size))
+                work.restart(_intact(work.units, writer) if writer.resumed else {})
+                done = work.units
         done = from_first(done)
         with together(), _failures(plan, out):
-            if rank:
-                journal = own.enter_context(other_journal(partial, fingerprint, rank))
-                writer = own.enter_context(ShardWriter(partial, specs, shard_size, allocate=False))
+            if work is None:
+                work = own.enter_context(joined(working_directory(out), KIND, rank))
+                work.begin(options_of(plan.request), fingerprint)
+                writer = own.enter_context(ShardWriter(work.path / RESULT, specs, shard_size, allocate=False))
             units = [(name, unit) for name, unit in _units(plan, writer) if name not in done]
-            _work(dict(units[rank::ranks]), writer, journal, jobs)
-    return done | union(journal.done)
+            _work(dict(units[rank::ranks]), writer, work, jobs)
+    return done | union(work.units)
 
 
 def _intact(done: Mapping[str, Found], writer: ShardWriter) -> dict[str, Found]:
@@ -197,24 +176,24 @@ def _intact(done: Mapping[str, Found], writer: ShardWriter) -> dict[str, Found]:
     kept = {}
     for name, found in done.items():
         written = found.get("checksums", {})
-        if name.startswith("file ") or (written and writer.checksums(written) == written):
+        if writer.checksums(written) == written:
             kept[name] = found
     if changed := len(done) - len(kept):
         notice(
             f"{changed} of {len(done)} finished parts of the half-written output have changed since they "
-            "were written, or are an earlier version's, and are written again"
+            "were written, and are written again"
         )
     return kept
 
 
-def _work(units: dict[str, Unit], writer: ShardWriter, journal: FoldJournal, jobs: int) -> None:
+def _work(units: dict[str, Unit], writer: ShardWriter, work: WorkDir, jobs: int) -> None:
     """Run some units on `jobs` threads, and record those that are on the disk in the journal."""
     found: dict[str, Found] = {}
     synced = time.monotonic()
 
     def record() -> None:
         writer.sync()
-        journal.add(found)
+        work.add(found)
         found.clear()
 
     def finished(names: dict[Future[Found], str]) -> Iterator[str]:

@@ -140,7 +140,7 @@ def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float |
     rows = first_rows(documents, _DOCUMENTS)
     values = [row[getattr(source, key)] for row in rows if row[getattr(source, key)]]
     if key == "text_field":
-        check_text(values, documents)
+        values = check_text(values, documents)
     if len(rows) < _DOCUMENTS:
         return values, 1.0
     if file.suffix == ".parquet":

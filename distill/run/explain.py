@@ -69,7 +69,7 @@ def check_run(recipe: Recipe) -> list[str]:
         InvalidInput: as of `check_places`, or the output exists and is of another run.
     """
     output = recipe.output_directory
-    if find_result(recipe, output, recipe.working_directory) is not None:
+    if find_result(recipe, output) is not None:
         return [complete(output)]
     return check_places(recipe)
 

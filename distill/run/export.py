@@ -20,17 +20,15 @@ from ..watch.evaluation_lines import read_evaluations
 from ..watch.perplexity_curve import write_curve
 from ..watch.trackers import directory_of
 from .context import RunContext
-from .resume import as_settings
 
 
-def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights | None, output: Path) -> None:
-    """Write the distilled checkpoint, all or nothing.
+def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights | None) -> Path:
+    """Write the distilled checkpoint into the working directory, and return where.
 
     Args:
         run: the run.
         record: the run's results, for kvfold.json and the model card.
         chosen: the evaluation whose weights become the output; None for the last weights.
-        output: must not exist.
     """
     final = _checkpoint(run, run.partial / "final", chosen)
     metrics = run.partial / "metrics.jsonl"
@@ -48,8 +46,7 @@ def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights 
     whole = distilled_record(run.student, run.recipe.resolved(), record)
     whole = write_record(final, whole)
     write_card(final, whole)
-    with as_settings():
-        finish(final, output)
+    return final
 
 
 def write_stage(run: RunContext, stage: Stage) -> None:

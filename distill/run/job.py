@@ -13,18 +13,21 @@ reach the next stage, and a resumed run takes the same path.
 """
 
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from ...checkpoints.identity import fingerprint
 from ...convert.calibration.written_batches import WrittenBatches
 from ...core.console import listening, notice
 from ...core.errors import InvalidInput
 from ...core.memory import enough_memory, remedy_of
 from ...core.signals import interruptible
+from ...core.work import WorkDir, claimed, discard_finished, remove_own
 from ...models.causal_lm import Described, Loaded
 from ...texts.sources import check_encoding
 from ..data.order import TrainingWindows
@@ -45,13 +48,14 @@ from ..watch.evaluation_lines import read_evaluations
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
 from ..watch.metrics import Metrics, summarise, trim_metrics
 from ..watch.trackers import check_trackers, directory_of, tracking
-from .claim import WRITTEN, claimed, tidy
 from .context import RunContext
 from .export import write_output, write_stage
 from .loop import advance, train_stage
 from .preflight import check_stages
-from .resume import complete, find_models, find_result, fingerprint, last_progress
+from .resume import check_models, complete, find_models, find_result, last_progress
 from .training_result import TrainingResult
+
+WRITTEN = "written"  # finished batches of the text that the teacher writes
 
 
 def distill(recipe: Recipe) -> TrainingResult:
@@ -107,13 +111,13 @@ def _run(recipe: Recipe) -> TrainingResult:
     output = recipe.output_directory
     partial = recipe.working_directory
     with interruptible(signals), listening() as heard:
-        found = find_result(recipe, output, partial)
+        found = find_result(recipe, output)
         if found is None:
             student, teacher = find_models(recipe, output)
             accelerator = _open_processes(recipe)
             record = _distill(RunContext(recipe, accelerator, student, teacher, partial, signals), output)
         else:
-            _tidy_up(_open_processes(recipe), output, partial)
+            _tidy_up(_open_processes(recipe), output)
             record = found
         return TrainingResult.from_record(output, record, tuple(heard.notices), is_new=found is None)
 
@@ -123,12 +127,11 @@ def _open_processes(recipe: Recipe) -> Accelerator:
     return make_accelerator(recipe, directory_of(recipe))
 
 
-def _tidy_up(accelerator: Accelerator, output: Path, partial: Path) -> None:
+def _tidy_up(accelerator: Accelerator, output: Path) -> None:
     accelerator.wait_for_everyone()  # before rank 0 removes what the others still read
     if accelerator.is_main_process:
         notice(complete(output))
-        if partial.exists():
-            tidy(partial)
+        discard_finished(output)
     accelerator.end_training()
 
 
@@ -136,7 +139,7 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
     """Run all stages and write the output; return its record."""
     recipe, accelerator, partial = run.recipe, run.accelerator, run.partial
     check_stages(recipe, run.student, run.teacher, sharded=is_sharded())
-    with claimed(partial) if accelerator.is_main_process else nullcontext():
+    with _claimed(partial) if accelerator.is_main_process else nullcontext() as work:
         accelerator.wait_for_everyone()
         progress, found = last_progress(recipe, partial, run.student, run.teacher)
         if accelerator.is_main_process:
@@ -161,11 +164,32 @@ def _distill(run: RunContext, output: Path) -> dict[str, Any]:
         if recipe.evaluate and history:
             record["evaluation"] = summary(history, chosen)
         accelerator.wait_for_everyone()  # before rank 0 moves the metrics that the others still read
-        if accelerator.is_main_process:
-            write_output(run, record, chosen, output)
+        if work is not None:
+            work.finish(write_output(run, record, chosen), output)
         accelerator.wait_for_everyone()
         accelerator.end_training()
     return record
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[WorkDir]:
+    """Claim the working directory of a run.
+
+    What an earlier run left is only of use with a saved state, apart from text that the teacher has written.
+    A state or text is kept after an error.
+    """
+
+    def keeps(work: WorkDir) -> bool:
+        return bool(state.saved(partial / "state") or [*(partial / WRITTEN).glob("batch-*.safetensors")])
+
+    option = "output with --set output=DIR"
+    with claimed(partial, "distillation", option=option, keeps=keeps, reads_earlier=True) as work:
+        work.begin({})
+        if state.saved(partial / "state"):
+            remove_own(partial / WRITTEN)  # the text is in tokens.bin
+        else:
+            work.clear(keep=WRITTEN)
+        yield work
 
 
 def _run_stages(run: RunContext, progress: Progress, found: Path | None) -> Progress:
@@ -191,6 +215,7 @@ def _train(run: RunContext, stage: Stage, progress: Progress, found: Path | None
     if latest is None and progress.total_steps:
         latest = state.newest(run.partial / "state")
     context, evaluation = _open(run, stage, latest)
+    check_models(progress.models, run.partial, run.student, run.teacher)
     return train_stage(context, progress, latest if progress.step else None, evaluation)
 
 

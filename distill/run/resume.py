@@ -4,10 +4,9 @@ A run that was killed at any moment resumes when the same recipe is given again:
 from its output if that exists already, or from nothing.
 """
 
-import hashlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...checkpoints.directory import check_output, weight_files
+from ...checkpoints.directory import check_output
+from ...checkpoints.identity import fingerprint
 from ...checkpoints.record import read_record, source_directory
-from ...checkpoints.shards import read_header
 from ...core.console import notice
 from ...core.errors import InvalidInput, naming
 from ...core.hub import resolve
@@ -25,7 +24,6 @@ from ..data.token_store import holds_same
 from ..recipe.recipe import SHARED, Recipe, differences
 from ..stages import state
 from ..stages.state import Progress
-from .claim import is_ours
 
 _RESULT = {
     "recipe",
@@ -37,8 +35,6 @@ _RESULT = {
     "stages",
 }  # of a finished run's record
 _STAGE = re.compile(r"stages\[(\d+)\]")
-# Bytes read at both ends and in the middle of every tensor; folds of one source differ in few tensors.
-_SAMPLE = 2**12
 
 
 def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
@@ -81,7 +77,7 @@ def as_settings() -> Iterator[None]:
         yield
 
 
-def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] | None:
+def find_result(recipe: Recipe, output: Path) -> dict[str, Any] | None:
     """Return the record of a finished run of this recipe with these models; None if there is none.
 
     The run may have been killed after its output had its name, while it was tidying up or later.
@@ -89,7 +85,7 @@ def find_result(recipe: Recipe, output: Path, partial: Path) -> dict[str, Any] |
     Raises:
         InvalidInput: the output exists, and is not of such a run.
     """
-    if output.is_dir() and is_ours(partial):
+    if output.is_dir():
         record = (read_record(output) or {}).get("distill", {})
         is_same = record.keys() >= _RESULT and not differences(record["recipe"], recipe.resolved())
         if is_same and record["models"] == fingerprints(*find_models(recipe, output)):
@@ -124,13 +120,28 @@ def last_progress(
     stages = recipe.stages
     if progress.stage >= len(stages) or progress.step > recipe.steps(stages[progress.stage]):
         raise InvalidInput(f"{found} is no training state of this recipe; remove {partial} to start over")
+    check_models(progress.models, partial, student, teacher)
+    return replace(progress, recipe=recipe.resolved(), models=models), found
+
+
+def check_models(known: Mapping[str, str], partial: Path, student: Path, teacher: Path) -> None:
+    """Check that the models of a run are those that it was started with.
+
+    Args:
+        known: their fingerprints by role.
+        partial: the working directory, for the error.
+        student: the directory of the student.
+        teacher: the directory of the teacher.
+
+    Raises:
+        InvalidInput: one has changed.
+    """
     for role, directory in (("student", student), ("teacher", teacher)):
-        if progress.models.get(role, models[role]) != models[role]:
+        if role in known and known[role] != fingerprint(directory):
             raise InvalidInput(
                 f"the {role} {directory} is not the checkpoint that {partial} was started with; put that "
                 "one back to resume, or name another output to start over"
             )
-    return replace(progress, recipe=recipe.resolved(), models=models), found
 
 
 def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
@@ -183,26 +194,3 @@ def _begun(recipe: Recipe, partial: Path) -> int:
 def fingerprints(student: Path, teacher: Path) -> dict[str, str]:
     """Return the fingerprints of both models by their roles."""
     return {"student": fingerprint(student), "teacher": fingerprint(teacher)}
-
-
-def fingerprint(directory: Path) -> str:
-    """Return a hash of a checkpoint's config and of parts of every weight.
-
-    It does not depend on where the checkpoint is stored, or when it was copied, nor on other safetensors next
-    to its weights, such as saved statistics.
-
-    Raises:
-        InvalidInput: a weight file is missing or damaged.
-    """
-    digest = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
-    for file in weight_files(directory):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        tensors = [(entry.start, entry.start + entry.spec.nbytes) for entry in read_header(file).values()]
-        header = (0, min((begin for begin, _ in tensors), default=size))
-        with file.open("rb") as stream:
-            for begin, end in [header, *sorted(tensors)]:
-                for place in (begin, (begin + end) // 2, max(begin, end - _SAMPLE)):
-                    stream.seek(place)
-                    digest.update(stream.read(min(_SAMPLE, end - place)))
-    return digest.hexdigest()

@@ -9,12 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ...core.errors import InvalidInput
-from ...core.files import save_whole
+from ...core.files import load_whole, save_whole
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -53,10 +51,7 @@ class Boundaries:
             InvalidInput: the file is missing or damaged.
         """
         file = self._place(number) / f"step-{step:05d}.safetensors"
-        try:
-            hidden_WSD = load_file(file).get("hidden")
-        except (OSError, SafetensorError):
-            hidden_WSD = None
+        hidden_WSD = (load_whole(file) or {}).get("hidden")
         if hidden_WSD is None or tuple(hidden_WSD.shape) != shape or hidden_WSD.dtype not in _DTYPES:
             raise InvalidInput(f"{file} is damaged; remove {self._work} to begin the stage again")
         return hidden_WSD.to(self._dtype)

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ...checkpoints.identity import hashes_of
+from ...checkpoints.identity import check_signature, hashes_of, signature
 from ...core.errors import InvalidInput
 from ...core.processes import from_first
 from ...models import teacher_cache
@@ -99,11 +99,13 @@ def cached_teacher(
         InvalidInput: the directory is for something else, or cannot be written.
     """
     bf16 = accelerator.mixed_precision == "bf16"
+    before = signature(teacher)
     identity = identify(teacher, recipe.teacher_cache_dtype, bf16)
     cache = TeacherCache(directory, OPTION, identity)
     is_complete = not any(cache.missing(_cursors(batches, count)) for batches, count in needed)
     if not from_first(is_complete):  # another run may be extending the cache: all do the same
         online = open_online()
+        check_signature(teacher, before)
         online.model.to(accelerator.device)  # where a student is sharded, its teacher is loaded elsewhere
         write_cache(cache, online, needed, DTYPES[identity["dtype"]], accelerator)
     cache.refresh()

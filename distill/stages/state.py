@@ -10,7 +10,6 @@ Tensors are stored whole, however the processes divide them, so that a run can r
 processes.
 """
 
-import hashlib
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...checkpoints.directory import finish
+from ...checkpoints.record import sha256
 from ...checkpoints.shards import ShardWriter, TensorSpec, is_finite, read_header
 from ...core.console import notice
 from ...core.disk import DiskError, disk_sentence, naming
@@ -153,7 +153,7 @@ def _write(directory: Path, progress: Progress, gathered: Gathered) -> None:
         for file, name, tensor in gathered:
             writers[file].write(name, tensor)
     write_json(directory / _PROGRESS, asdict(progress))
-    hashes = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
+    hashes = {file.name: sha256(file) for file in sorted(directory.iterdir())}
     write_json(directory / _MANIFEST, hashes)
 
 
@@ -257,7 +257,7 @@ def is_whole(state: Path) -> bool:
             return False
         for name in (WEIGHTS, _MOMENTS):
             read_header(state / name)
-        return all(_sha256(file) == expected for file, expected in files.items())
+        return all(sha256(file) == expected for file, expected in files.items())
     except (OSError, ValueError):
         return False
 
@@ -267,8 +267,3 @@ def _no_state(state: Path) -> InvalidInput:
         f"{state} is no training state of this run; remove it to resume from the one before it, or "
         f"{state.parent.parent} to start over"
     )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

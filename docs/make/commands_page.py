@@ -1,5 +1,6 @@
 """The page of all commands and options, from click."""
 
+import re
 from collections.abc import Iterator
 
 import click
@@ -19,8 +20,11 @@ given (one sentence says which value and what would be right), 3 a check or a bo
 
 def all_commands() -> Iterator[tuple[str, click.Command]]:
     """Yield every command of `kvfold` with its words, such as `kvfold distill explain`."""
-    for name in main.list_commands(click.Context(main)):
-        yield f"kvfold {name}", main.commands[name]
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        assert command is not None
+        yield f"kvfold {name}", command
         if name == "distill":
             yield "kvfold distill validate", validate
             yield "kvfold distill explain", explain
@@ -70,9 +74,10 @@ def _row(words: str, context: click.Context, parameter: click.Parameter) -> tupl
     names = " ".join(code(name) for name in (*parameter.opts, *parameter.secondary_opts))
     value = "" if parameter.is_flag else code(parameter.make_metavar(context))
     extra = parameter.get_help_extra(context)
-    meaning, written, default = " ".join(parameter.help.split()).partition("[default: ")
+    words = re.sub(r"\[default: (.*)\]$", r"Default: \1", " ".join(parameter.help.split()))
+    meaning, written, default = words.partition("Default: ")
     shown = [code(extra["default"])] if "default" in extra else []
-    shown += [default.removesuffix("]")] if written else []
+    shown += [default.removesuffix(".")] if written else []
     shown += [extra["range"]] if "range" in extra else []
     shown += ["may be repeated"] if parameter.multiple else []
     return names, value, meaning.strip(), "; ".join(shown)

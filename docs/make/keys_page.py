@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvfold.convert.request import FoldRequest
+from kvfold.core.command_options import meaning
 from kvfold.distill.recipe.recipe_file import SECTIONS
 
 from .markdown import code, table
@@ -55,17 +56,13 @@ def _first(model: type[BaseModel]) -> str:
 
 
 def _keys(model: type[BaseModel]) -> str:
-    rows = [
-        (code(field.alias or name), _type(field), _default(field), _described(model, name, field))
-        for name, field in model.model_fields.items()
-    ]
+    rows = []
+    for name, field in sorted(model.model_fields.items(), key=lambda item: not item[1].is_required()):
+        words, default = meaning(field)
+        if not words:
+            raise ValueError(f"{model.__name__}.{name} has no description")
+        rows.append((code(field.alias or name), _type(field), default or _default(field), words))
     return table(("key", "type", "default", "meaning"), rows)
-
-
-def _described(model: type[BaseModel], name: str, field: FieldInfo) -> str:
-    if not field.description:
-        raise ValueError(f"{model.__name__}.{name} has no description")
-    return field.description
 
 
 def _default(field: FieldInfo) -> str:

@@ -18,21 +18,30 @@ in one file; the day is that of the last run, unless there is a row for each.
 # Files whose names do not begin with that of their benchmark; - becomes _ in the others.
 _COMMANDS = {
     "fold-cost-sizes": "fold_cost",
-    "gpu-distil": "gpu distil --lent",
-    "gpu-fold": "gpu fold --lent",
-    "gpu-fold-source": "gpu train --lent",
     "gpu-kernel": "gpu kernel",
-    "gpu-large": "gpu large --lent",
     "gpu-pretrained": "gpu pretrained",
-    "gpu-train": "gpu train --lent",
-    "convert-curves": "convert_speed --curves",
     "latent-norm": "fidelity",
     "llama-cpp-cpu": "llama_cpp",
     "llama-cpp-types": "gguf_types",
     "mlx-rules-cpu": "mlx_rules",
     "sglang-rules-cpu": "sglang_rules",
-    "profile": "phases",
     "vllm-http-cpu": "vllm_http",
+}
+# Commands that only an earlier revision has.
+REVISION = "361df92"
+_EARLIER = {
+    "eval-memory": "eval_memory",
+    "gpu-distil": "gpu distil --lent",
+    "gpu-fold": "gpu fold --lent",
+    "gpu-fold-source": "gpu train --lent",
+    "gpu-large": "gpu large --lent",
+    "gpu-train": "gpu train --lent",
+    "pipeline": "pipeline",
+    "quantised-memory": "quantised_memory",
+    "queries": "queries",
+    "resident": "resident",
+    "saved-students": "saved_students",
+    "twins": "twins",
 }
 
 
@@ -54,6 +63,8 @@ def command(name: str) -> str:
         'benchmarks.fidelity'
     """
     for start in _starts(name):
+        if start in _EARLIER:
+            return f"benchmarks.{_EARLIER[start]} of revision {REVISION}"
         module, *options = _COMMANDS.get(start, start.replace("-", "_")).split()
         place = ROOT / "benchmarks" / module
         if place.with_suffix(".py").exists() or (place / "__main__.py").exists():

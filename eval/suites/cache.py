@@ -24,6 +24,7 @@ from ...core.errors import InvalidInput
 from ...models.caches import cache_of
 from ...models.causal_lm import Loaded
 from ..subject import Subject
+from .catalogue import CacheSettings
 
 CONTEXTS = (4_096, 32_768, 131_072)
 _DIGITS = 3  # of a position, which attention_kvfold.py caches with rotation intact
@@ -143,7 +144,7 @@ def _number(value: float | None) -> str:
 
 def measure(subject: Subject) -> CacheBlock:
     """Run each model on a few tokens and measure its cache."""
-    memory = subject.settings.get("memory")
+    memory = subject.asked(CacheSettings).memory
     models = {}
     for role in subject.roles:
         found = subject.part(f"cache/{role}", partial(_count, subject, role))

@@ -6,20 +6,123 @@ A suite is a file of this folder and a row here. The file has these functions:
   subject.py for the argument. A block is a frozen dataclass of plain values in `quality_blocks.py` or
   `cost_blocks.py` of `kvfold/checkpoints/`, with a row in `BLOCKS` of `eval_json.py` there.
 - `rows(block, roles)` returns the block's lines of the table that is printed.
-- `check(settings)`, which is optional, refuses bad values of the suite's options before a model is loaded.
+- `check(settings)`, which is optional, gets the suite's settings and refuses what cannot be measured, before
+  a model is loaded.
 - `check_room(subject)`, which is optional, refuses prompts too long for the models before any suite measures.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated, Literal
 
-import click
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from ...core.command_options import Option
 from ...core.errors import InvalidInput
-from ...core.units import ByteSize
+from ...core.option_types import Bytes, Names, Place, as_list
+from ...core.settings import LARGEST_COUNT, LARGEST_SEED, Settings
 
 DEFAULT = ("ppl", "fidelity", "cache")
+
+
+def _as_counts(value: object) -> object:
+    """Return whole numbers from 1 of a list, a number or a text with commas, each once and ascending."""
+    parts = as_list(str(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+    if not isinstance(parts, tuple | list):
+        return value
+    texts = [str(part) for part in parts]
+    if not all(text.isascii() and text.isdecimal() and text.lstrip("0") for text in texts):
+        raise ValueError("it should be whole numbers from 1, separated by commas, such as 1,4")
+    # Python reads no number of thousands of digits.
+    if any(len(text) > 20 or int(text) > LARGEST_COUNT for text in texts):
+        raise ValueError(f"it should be whole numbers of at most {LARGEST_COUNT:,}")
+    return tuple(sorted({int(text) for text in texts}))
+
+
+Counts = Annotated[tuple[int, ...], BeforeValidator(_as_counts), Option(metavar="N,N")]
+RulerTask = Literal[
+    "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"
+]  # keys of `ruler_tasks.TASKS`
+
+
+class CacheSettings(Settings):
+    """Options of the suite `cache`."""
+
+    memory: Bytes | None = None
+    """cache: report how many sequences fit into this memory, e.g. 24GB."""
+
+
+class SpeedSettings(Settings):
+    """Options of the suite `speed`."""
+
+    speed_batch: Counts = (1,)
+    """speed: batch sizes."""
+    speed_context: Counts | None = None
+    """speed: tokens of each prompt. Default: 512,4096 as far as they fit."""
+    speed_tokens: int = Field(default=16, ge=1)
+    """speed: tokens decoded per round."""
+    speed_rounds: int = Field(default=10, ge=3)
+    """speed: rounds at most."""
+    speed_seconds: float = Field(default=300.0, gt=0)
+    """speed: time for the whole sweep; every cell that is begun gets 3 rounds."""
+
+
+class RetrievalSettings(Settings):
+    """Options of the suite `retrieval`."""
+
+    retrieval_lengths: Counts | None = None
+    """retrieval: tokens per prompt. Default: 1/4, 1/2 and all of the models' positions, at most 4096."""
+    retrieval_depths: int = Field(default=5, ge=1)
+    """retrieval: number of depths, from the head of the text to its end."""
+    retrieval_samples: int = Field(default=10, ge=1)
+    """retrieval: prompts per cell."""
+    retrieval_keys: int = Field(default=4, ge=2, le=10)
+    """retrieval: keys in a text, of which one is asked for."""
+    retrieval_seed: int = Field(default=0, le=LARGEST_SEED)
+    """retrieval: seed of the texts."""
+
+
+class RulerSettings(Settings):
+    """Options of the suite `ruler`."""
+
+    ruler_lengths: Counts | None = None
+    """ruler: tokens per prompt and answer. Default: half and all of the models' positions, at most 4096, as
+    far as every task fits."""
+    ruler_tasks: (
+        Annotated[tuple[RulerTask, ...], BeforeValidator(as_list), Option(metavar="NAME,NAME")] | None
+    ) = None
+    """ruler: generated tasks. Default: all that fit."""
+    ruler_samples: int = Field(default=10, ge=1)
+    """ruler: prompts per task and length."""
+    ruler_seed: int = Field(default=0, le=LARGEST_SEED)
+    """ruler: seed of the prompts."""
+
+
+def _none_empty(names: tuple[str, ...]) -> tuple[str, ...]:
+    named = tuple(name for name in names if name)
+    if not named:
+        raise ValueError("it names no task; write for example mla-core")
+    return named
+
+
+class TasksSettings(Settings):
+    """Options of the suite `tasks`."""
+
+    tasks: Annotated[Names, AfterValidator(_none_empty), Option(metavar="NAME,NAME")] = ("mla-core",)
+    """tasks: tasks of lm-evaluation-harness; mla-core: ARC, HellaSwag, PIQA, WinoGrande, OpenBookQA, BoolQ,
+    MMLU."""
+    task_path: Annotated[Place, Option(metavar="DIR")] | None = None
+    """tasks: directory of your own tasks, as YAML files; their code runs."""
+    limit: Annotated[int, Field(ge=1), Option(metavar="N")] | None = None
+    """tasks: only the first N documents of each task, as a trial."""
+    fewshot: Annotated[int, Field(ge=0), Option(metavar="N")] | None = None
+    """tasks: examples before each question. Default: as each task says."""
+    task_cache: Annotated[Place, Option(metavar="DIR")] | None = None
+    """tasks: cache of each model's scores, by the hash of its weights."""
+
+
+class SuiteSettings(TasksSettings, RulerSettings, RetrievalSettings, SpeedSettings, CacheSettings):
+    """The options of all suites."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +134,7 @@ class Suite:
         summary: a few words for --help.
         reads_text: it needs --text.
         on_all_ranks: every process of a launcher takes part; otherwise rank 0 measures alone.
-        options: its own options on the command line; their values are in `subject.settings`.
+        settings: its own options, a base of `SuiteSettings`; `subject.asked` gives their values.
         shorter: what makes its own prompts shorter, as an advice where memory is full; empty: nothing does.
     """
 
@@ -39,12 +142,9 @@ class Suite:
     summary: str
     reads_text: bool = False
     on_all_ranks: bool = False
-    options: tuple[click.Option, ...] = ()
+    settings: type[Settings] = Settings
     shorter: str = ""
 
-
-_FROM_ONE = click.IntRange(min=1)
-_PATH = click.Path(path_type=Path)
 
 SUITES = {
     "ppl": Suite(
@@ -59,185 +159,22 @@ SUITES = {
         reads_text=True,
         on_all_ranks=True,
     ),
-    "cache": Suite(
-        module="cache",
-        summary="elements and bytes of the KV cache",
-        options=(
-            click.Option(
-                ["--memory"],
-                type=ByteSize(),
-                metavar="SIZE",
-                help="cache: report how many sequences fit into this memory, e.g. 24GB.",
-            ),
-        ),
-    ),
-    "speed": Suite(
-        module="speed",
-        summary="time and memory of prefill and decode",
-        options=(
-            click.Option(
-                ["--speed-batch"],
-                metavar="N,N",
-                default="1",
-                show_default=True,
-                help="speed: batch sizes.",
-            ),
-            click.Option(
-                ["--speed-context"],
-                metavar="N,N",
-                help="speed: tokens of each prompt.  [default: 512,4096 as far as they fit]",
-            ),
-            click.Option(
-                ["--speed-tokens"],
-                type=_FROM_ONE,
-                default=16,
-                show_default=True,
-                help="speed: tokens decoded per round.",
-            ),
-            click.Option(
-                ["--speed-rounds"],
-                type=click.IntRange(min=3),
-                default=10,
-                show_default=True,
-                help="speed: rounds at most.",
-            ),
-            click.Option(
-                ["--speed-seconds"],
-                type=click.FloatRange(min=0, min_open=True),
-                default=300.0,
-                show_default=True,
-                help="speed: time for the whole sweep; every cell that is begun gets 3 rounds.",
-            ),
-        ),
-    ),
+    "cache": Suite(module="cache", summary="elements and bytes of the KV cache", settings=CacheSettings),
+    "speed": Suite(module="speed", summary="time and memory of prefill and decode", settings=SpeedSettings),
     "retrieval": Suite(
         module="retrieval",
         summary="keys found again in generated texts",
         shorter="smaller --retrieval-lengths",
-        options=(
-            click.Option(
-                ["--retrieval-lengths"],
-                metavar="N,N",
-                help="retrieval: tokens per prompt.  [default: 1/4, 1/2 and all of the models' positions, at "
-                "most 4096]",
-            ),
-            click.Option(
-                ["--retrieval-depths"],
-                type=_FROM_ONE,
-                default=5,
-                show_default=True,
-                help="retrieval: number of depths, from the head of the text to its end.",
-            ),
-            click.Option(
-                ["--retrieval-samples"],
-                type=_FROM_ONE,
-                default=10,
-                show_default=True,
-                help="retrieval: prompts per cell.",
-            ),
-            click.Option(
-                ["--retrieval-keys"],
-                type=click.IntRange(2, 10),
-                default=4,
-                show_default=True,
-                help="retrieval: keys in a text, of which one is asked for.",
-            ),
-            click.Option(
-                ["--retrieval-seed"],
-                type=int,
-                default=0,
-                show_default=True,
-                help="retrieval: seed of the texts.",
-            ),
-        ),
+        settings=RetrievalSettings,
     ),
     "ruler": Suite(
         module="ruler",
         summary="generated tasks of RULER over long texts",
         shorter="smaller --ruler-lengths",
-        options=(
-            click.Option(
-                ["--ruler-lengths"],
-                metavar="N,N",
-                help="ruler: tokens per prompt and answer.  [default: half and all of the models' positions, "
-                "at most 4096, as far as every task fits]",
-            ),
-            click.Option(
-                ["--ruler-tasks"],
-                metavar="NAME,NAME",
-                help="ruler: niah_single, niah_multikey, niah_multivalue, niah_multiquery, vt, cwe, fwe.  "
-                "[default: all that fit]",
-            ),
-            click.Option(
-                ["--ruler-samples"],
-                type=_FROM_ONE,
-                default=10,
-                show_default=True,
-                help="ruler: prompts per task and length.",
-            ),
-            click.Option(
-                ["--ruler-seed"],
-                type=int,
-                default=0,
-                show_default=True,
-                help="ruler: seed of the prompts.",
-            ),
-        ),
+        settings=RulerSettings,
     ),
-    "tasks": Suite(
-        module="tasks",
-        summary="benchmarks of lm-evaluation-harness",
-        options=(
-            click.Option(
-                ["--tasks"],
-                metavar="NAME,NAME",
-                default="mla-core",
-                show_default=True,
-                help="tasks: tasks of lm-evaluation-harness; mla-core: ARC, HellaSwag, PIQA, WinoGrande, "
-                "OpenBookQA, BoolQ, MMLU.",
-            ),
-            click.Option(
-                ["--task-path"],
-                type=_PATH,
-                metavar="DIR",
-                help="tasks: directory of your own tasks, as YAML files; their code runs.",
-            ),
-            click.Option(
-                ["--limit"],
-                type=_FROM_ONE,
-                metavar="N",
-                help="tasks: only the first N documents of each task, as a trial.",
-            ),
-            click.Option(
-                ["--fewshot"],
-                type=click.IntRange(min=0),
-                metavar="N",
-                help="tasks: examples before each question.  [default: as each task says]",
-            ),
-            click.Option(
-                ["--task-cache"],
-                type=_PATH,
-                metavar="DIR",
-                help="tasks: cache of each model's scores, by the hash of its weights.",
-            ),
-        ),
-    ),
+    "tasks": Suite(module="tasks", summary="benchmarks of lm-evaluation-harness", settings=TasksSettings),
 }
-
-
-def chosen(names: str) -> tuple[str, ...]:
-    """Return the suites in a comma-separated list, in the table's order.
-
-    Raises:
-        InvalidInput: a suite is unknown, or none is named.
-    """
-    asked = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in asked if name not in SUITES]
-    if not asked:
-        raise InvalidInput(f"--suite names nothing; known are {', '.join(SUITES)}")
-    if unknown:
-        raise InvalidInput(f"--suite {names}: {unknown[0]} is not a suite; known are {', '.join(SUITES)}")
-    return tuple(name for name in SUITES if name in asked)
 
 
 def with_storage(names: Sequence[str], cache_dtype: str | None) -> tuple[str, ...]:
@@ -266,17 +203,3 @@ def with_storage(names: Sequence[str], cache_dtype: str | None) -> tuple[str, ..
         )
     reading = any(SUITES[name].reads_text for name in names)
     return tuple(name for name in SUITES if name in names or (name == "storage" and reading))
-
-
-def check_settings(names: Collection[str], given: Collection[str]) -> None:
-    """Check that every option that the user gave belongs to a chosen suite.
-
-    Raises:
-        InvalidInput: an option belongs to another suite.
-    """
-    for name, suite in SUITES.items():
-        for option in suite.options:
-            if name not in names and option.name in given:
-                raise InvalidInput(
-                    f"{option.opts[0]} belongs to the suite {name}, which --suite does not name"
-                )

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -45,18 +45,9 @@ PRIMARY = {"arc_challenge": "acc_norm", "hellaswag": "acc_norm", "openbookqa": "
 _SEED = 1234  # the harness's own default, so that the same examples are drawn as when it runs alone
 
 
-def named(tasks: str) -> tuple[str, ...]:
-    """Return the tasks in a comma-separated list, each once, with presets replaced by their tasks.
-
-    Raises:
-        InvalidInput: the list is empty.
-    """
-    asked = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not asked:
-        raise InvalidInput(
-            f"--tasks {tasks!r} names no task; write for example --tasks {next(iter(PRESETS))}"
-        )
-    return tuple(dict.fromkeys(task for name in asked for task in PRESETS.get(name, (name,))))
+def named(tasks: Sequence[str]) -> tuple[str, ...]:
+    """Return tasks, each once, with presets replaced by their tasks."""
+    return tuple(dict.fromkeys(task for name in tasks for task in PRESETS.get(name, (name,))))
 
 
 def check_tasks(names: tuple[str, ...], directory: Path | None) -> None:

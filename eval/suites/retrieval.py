@@ -28,10 +28,10 @@ from ..estimate import estimate, proportion, proportion_difference
 from ..scores import UNQUANTISED
 from ..subject import Subject
 from .answers import answer, rank
+from .catalogue import RetrievalSettings
 from .haystack import CANDIDATES, KINDS, Haystack, NeedlePrompt, prose
-from .speed import numbers
 
-SAMPLES, DEPTHS, KEYS, LONGEST = 10, 5, 4, 4096
+LONGEST = 4096
 
 
 def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
@@ -56,12 +56,6 @@ def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
     return lines
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Check the list of lengths."""
-    if settings.get("retrieval_lengths") is not None:
-        numbers("--retrieval-lengths", settings["retrieval_lengths"])
-
-
 def check_room(subject: Subject) -> None:
     """Check that the prompts fit into every model's positions.
 
@@ -79,7 +73,7 @@ def measure(subject: Subject) -> RetrievalBlock:
         InvalidInput: a length exceeds a model's positions or has no room for the keys, the tokenizer does not
             distinguish numbers, or logits are not finite.
     """
-    prompts, depths = subject.once(_prompts), _depths(subject.settings.get("retrieval_depths", DEPTHS))
+    prompts, depths = subject.once(_prompts), _depths(subject.asked(RetrievalSettings).retrieval_depths)
     roles = subject.roles if subject.options.cache_dtype is None else (*subject.roles, UNQUANTISED)
     units = [(role, *unit) for role in roles for unit in prompts]
     found: dict[str, dict[str, list[dict[str, Any]]]] = {role: {kind: [] for kind in KINDS} for role in roles}
@@ -93,7 +87,7 @@ def measure(subject: Subject) -> RetrievalBlock:
     return RetrievalBlock(
         candidates=CANDIDATES,
         chance=1 / CANDIDATES,
-        seed=subject.settings.get("retrieval_seed", 0),
+        seed=subject.asked(RetrievalSettings).retrieval_seed,
         filler_sha256=hashlib.sha256("\n".join(prose()).encode()).hexdigest(),
         student=maps["student"],
         teacher=maps.get("teacher"),
@@ -106,10 +100,10 @@ def measure(subject: Subject) -> RetrievalBlock:
 
 def _prompts(subject: Subject) -> dict[tuple[str, int], list[NeedlePrompt]]:
     """Return the prompts by kind and length, sorted by depth."""
-    settings, student = subject.settings, subject.described("student")
-    seed, samples = settings.get("retrieval_seed", 0), settings.get("retrieval_samples", SAMPLES)
-    haystack = Haystack(student.path, student.tokenizer, settings.get("retrieval_keys", KEYS))
-    depths = _depths(settings.get("retrieval_depths", DEPTHS))
+    settings, student = subject.asked(RetrievalSettings), subject.described("student")
+    seed, samples = settings.retrieval_seed, settings.retrieval_samples
+    haystack = Haystack(student.path, student.tokenizer, settings.retrieval_keys)
+    depths = _depths(settings.retrieval_depths)
     return {
         (kind, length): [
             haystack.sample(kind, length, depth, f"{seed}/{n}") for depth in depths for n in range(samples)
@@ -207,11 +201,10 @@ def _lengths(subject: Subject, haystack: Haystack) -> list[int]:
     The default is a quarter, a half and all of the positions of every model, up to `LONGEST`, where keys fit.
     """
     limit = subject.limit
-    asked = subject.settings.get("retrieval_lengths")
+    asked = subject.asked(RetrievalSettings).retrieval_lengths
     if asked is None:
         most = min(limit.positions or LONGEST, LONGEST)
         lengths = [length for length in (most // 4, most // 2, most) if length >= haystack.least()]
         return lengths or [most]
-    lengths = numbers("--retrieval-lengths", asked)
-    limit.check(f"--retrieval-lengths {lengths[-1]}", lengths[-1])
-    return lengths
+    limit.check(f"--retrieval-lengths {asked[-1]}", asked[-1])
+    return list(asked)

@@ -7,26 +7,24 @@ Legend: B prompts of a batch.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.quality_blocks import RulerBlock, RulerScores
 from ...core.console import notice, progress
-from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
 from ..estimate import proportion, proportion_difference
 from ..subject import Subject
+from .catalogue import RulerSettings
 from .decoding import greedy, read, read_prompts
 from .haystack import prose
 from .ruler_tasks import TASKS, NoRoom, RulerPrompt, RulerTasks, no_room, score
-from .speed import numbers
 
-SAMPLES, LONGEST = 10, 4096
+LONGEST = 4096
 
 Found = dict[str, list[list[float]]]  # by task, the scores of each prompt at each length
 
@@ -45,17 +43,6 @@ def rows(found: RulerBlock, roles: tuple[str, ...]) -> list[list[str]]:
     return lines
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Check the lists of lengths and tasks.
-
-    Raises:
-        InvalidInput: a length is no whole number, or a task is unknown.
-    """
-    if settings.get("ruler_lengths") is not None:
-        numbers("--ruler-lengths", settings["ruler_lengths"])
-    _tasks(settings)
-
-
 def check_room(subject: Subject) -> None:
     """Check that the prompts fit into every model's positions.
 
@@ -63,7 +50,8 @@ def check_room(subject: Subject) -> None:
         InvalidInput: a length exceeds a model's positions or has no room for a task.
     """
     prompts = subject.once(_prompts)
-    left_out = [name for name in _tasks(subject.settings) if name not in {task for task, _ in prompts}]
+    fitting = {task for task, _ in prompts}
+    left_out = [name for name in _tasks(subject.asked(RulerSettings)) if name not in fitting]
     if left_out:
         shortest = min(length for _, length in prompts)
         notice(f"--suite ruler leaves out {', '.join(left_out)}: no room in {shortest} tokens")
@@ -91,8 +79,8 @@ def measure(subject: Subject) -> RulerBlock:
     return RulerBlock(
         tasks=tasks,
         lengths=tuple(lengths),
-        samples=subject.settings.get("ruler_samples", SAMPLES),
-        seed=subject.settings.get("ruler_seed", 0),
+        samples=subject.asked(RulerSettings).ruler_samples,
+        seed=subject.asked(RulerSettings).ruler_seed,
         filler_sha256=hashlib.sha256("\n".join(prose()).encode()).hexdigest(),
         student=scores["student"],
         teacher=scores.get("teacher"),
@@ -152,18 +140,9 @@ def _all(found: Found) -> list[float]:
     return [value for rows in found.values() for row in rows for value in row]
 
 
-def _tasks(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _tasks(settings: RulerSettings) -> tuple[str, ...]:
     """Return the tasks in the table's order; all by default."""
-    given = settings.get("ruler_tasks")
-    if given is None:
-        return tuple(TASKS)
-    asked = [name.strip() for name in given.split(",")]
-    for name in asked:
-        if name not in TASKS:
-            raise InvalidInput(
-                f"--ruler-tasks {given}: {name or 'nothing'} is not a task; known are {', '.join(TASKS)}"
-            )
-    return tuple(name for name in TASKS if name in asked)
+    return tuple(name for name in TASKS if settings.ruler_tasks is None or name in settings.ruler_tasks)
 
 
 def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
@@ -175,8 +154,8 @@ def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
     Raises:
         InvalidInput: a length exceeds a model's positions or has no room for a task.
     """
-    settings, student = subject.settings, subject.described("student")
-    seed, samples = settings.get("ruler_seed", 0), settings.get("ruler_samples", SAMPLES)
+    settings, student = subject.asked(RulerSettings), subject.described("student")
+    seed, samples = settings.ruler_seed, settings.ruler_samples
     tasks, lengths = _tasks(settings), _lengths(subject)
     generator = RulerTasks(student.path, student.tokenizer)
     found, refused = dict[tuple[str, int], list[RulerPrompt]](), set[tuple[str, int]]()
@@ -188,17 +167,17 @@ def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
                 refused.add((task, length))
             else:
                 found[task, length] = drawn
-    if settings.get("ruler_lengths") is None:
+    if settings.ruler_lengths is None:
         short = {length for _, length in refused} - {lengths[-1]}
         lengths = [length for length in lengths if length not in short]
     # Each task with the longest of the lengths that have no room for it.
     without = {task: length for length in lengths for task in tasks if (task, length) in refused}
-    if without and (settings.get("ruler_tasks") is not None or len(without) == len(tasks)):
+    if without and (settings.ruler_tasks is not None or len(without) == len(tasks)):
         wanting = {length: [task for task in tasks if without.get(task) == length] for length in lengths}
         raise no_room(
             student.path,
             {length: names for length, names in wanting.items() if names},
-            is_default=settings.get("ruler_lengths") is None,
+            is_default=settings.ruler_lengths is None,
             positions=subject.limit.positions,
         )
     return {
@@ -211,10 +190,9 @@ def _prompts(subject: Subject) -> dict[tuple[str, int], list[RulerPrompt]]:
 def _lengths(subject: Subject) -> list[int]:
     """Return the lengths asked for; by default half and all of every model's positions, up to `LONGEST`."""
     limit = subject.limit
-    asked = subject.settings.get("ruler_lengths")
+    asked = subject.asked(RulerSettings).ruler_lengths
     if asked is None:
         most = min(limit.positions or LONGEST, LONGEST)
         return [most // 2, most]
-    lengths = numbers("--ruler-lengths", asked)
-    limit.check(f"--ruler-lengths {lengths[-1]}", lengths[-1])
-    return lengths
+    limit.check(f"--ruler-lengths {asked[-1]}", asked[-1])
+    return list(asked)

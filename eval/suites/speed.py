@@ -8,7 +8,6 @@ student and teacher, so that other load on the machine affects both.
 Legend: B sequences, C tokens of context.
 """
 
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,14 +22,13 @@ from ...checkpoints.cost_blocks import ModelSpeed, PhaseSpeed, Quartiles, SpeedB
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...core.memory import enough_memory, remedy_of
-from ...core.settings import LARGEST_COUNT
-from ...core.untrusted import shorten
 from ...models.causal_lm import Loaded
 from ..subject import Subject
+from .catalogue import SpeedSettings
 from .decoding import greedy, read
 from .meter import peak_memory, timed
 
-BATCHES, CONTEXTS, TOKENS, ROUNDS, SECONDS = "1", (512, 4096), 16, 10, 300.0
+CONTEXTS = (512, 4096)
 _LEAST_ROUNDS = 3  # fewer have no meaningful quartiles
 _ROLES = ("student", "teacher")  # the folded parent has the student's shapes
 
@@ -67,40 +65,13 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
     return lines
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Check the lists of batch sizes and contexts, and the time."""
-    for name in ("speed_batch", "speed_context"):
-        if settings.get(name) is not None:
-            numbers(f"--{name.replace('_', '-')}", settings[name])
-    if math.isnan(settings.get("speed_seconds") or 0.0):  # which is in every range
-        raise InvalidInput("--speed-seconds nan: write a number of seconds above 0, e.g. --speed-seconds 300")
-
-
-def numbers(option: str, value: str) -> list[int]:
-    """Return the positive integers in a comma-separated list, each once, in ascending order.
-
-    Raises:
-        InvalidInput: the value is not such a list.
-    """
-    parts = [part.strip() for part in value.split(",")]
-    digits = [part.lstrip("0") for part in parts]
-    if not all(part.isascii() and part.isdecimal() for part in parts) or not all(digits):
-        raise InvalidInput(
-            f"{option} {shorten(value)}: write whole numbers from 1, separated by commas, e.g. {option} 1,4"
-        )
-    # Python reads no number of thousands of digits.
-    if any(len(part) > len(str(LARGEST_COUNT)) or int(part) > LARGEST_COUNT for part in digits):
-        raise InvalidInput(f"{option} {shorten(value)}: write whole numbers of at most {LARGEST_COUNT:,}")
-    return sorted({int(part) for part in digits})
-
-
 def check_room(subject: Subject) -> None:
     """Check that the prompts fit into every model's positions.
 
     Raises:
         InvalidInput: a cell needs more positions than a model has.
     """
-    _contexts(subject, subject.settings.get("speed_tokens", TOKENS))
+    _contexts(subject)
 
 
 def measure(subject: Subject) -> SpeedBlock:
@@ -109,11 +80,9 @@ def measure(subject: Subject) -> SpeedBlock:
     Raises:
         InvalidInput: a cell needs more positions than a model has, or more memory than the system has.
     """
-    settings = subject.settings
-    tokens = settings.get("speed_tokens", TOKENS)
-    contexts = _contexts(subject, tokens)
-    batches = numbers("--speed-batch", settings.get("speed_batch") or BATCHES)
-    cells = [(batch, context) for context in contexts for batch in batches]
+    settings = subject.asked(SpeedSettings)
+    tokens = settings.speed_tokens
+    cells = [(batch, context) for context in _contexts(subject) for batch in settings.speed_batch]
     roles = [role for role in _ROLES if role in subject.roles]
     groups = [[role] for role in roles] if subject.one_at_a_time else [roles]
     if len(groups) > 1:
@@ -121,7 +90,7 @@ def measure(subject: Subject) -> SpeedBlock:
             "speed: the models do not fit in memory together, so they are timed one after the other "
             "instead of in turns"
         )
-    limit = settings.get("speed_seconds", SECONDS)
+    limit = settings.speed_seconds
     end = monotonic() + limit
     found: dict[tuple[int, int], dict[str, Any]] = {cell: {} for cell in cells}
     units = [(group, cell) for group in groups for cell in cells]
@@ -154,7 +123,7 @@ def _time(
     models = {role: subject.load(role) for role in roles}
     vocabulary = min(loaded.vocabulary for loaded in models.values())
     raw: dict[str, dict[str, Any]] = {role: {"prefill": [], "decode": []} for role in roles}
-    rounds = subject.settings.get("speed_rounds", ROUNDS)
+    rounds = subject.asked(SpeedSettings).speed_rounds
     ways = {"a smaller --speed-batch": cell[0] > 1, "a smaller --speed-context": True}
     with enough_memory(remedy_of(ways, "")):
         ids_BC = torch.randint(vocabulary, cell, generator=torch.Generator().manual_seed(0))
@@ -231,12 +200,13 @@ def _rounds(seconds: Sequence[Any]) -> Any:
     return np.array(seconds).reshape(len(seconds), -1)
 
 
-def _contexts(subject: Subject, tokens: int) -> list[int]:
+def _contexts(subject: Subject) -> Sequence[int]:
     """Return the contexts asked for.
 
     The default is those of `CONTEXTS` that fit every model, or else the longest that fits all.
     """
-    asked = subject.settings.get("speed_context")
+    settings = subject.asked(SpeedSettings)
+    asked, tokens = settings.speed_context, settings.speed_tokens
     longest, path = subject.limit
     if longest is not None and longest <= tokens:
         raise InvalidInput(
@@ -245,14 +215,13 @@ def _contexts(subject: Subject, tokens: int) -> list[int]:
     if asked is None:
         fitting = [context for context in CONTEXTS if longest is None or context + tokens <= longest]
         return fitting or [longest - tokens if longest else CONTEXTS[0]]
-    contexts = numbers("--speed-context", asked)
-    if longest is not None and contexts[-1] + tokens > longest:
+    if longest is not None and asked[-1] + tokens > longest:
         raise InvalidInput(
-            f"--speed-context {contexts[-1]} and {tokens} decoded tokens exceed the {longest} "
+            f"--speed-context {asked[-1]} and {tokens} decoded tokens exceed the {longest} "
             f"positions of {path}; "
             f"use {longest - tokens} or fewer"
         )
-    return contexts
+    return asked
 
 
 def _machine(subject: Subject) -> str:

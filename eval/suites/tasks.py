@@ -34,8 +34,7 @@ from ...core.untrusted import read_json
 from ..estimate import NORMAL, estimate, paired_difference, proportion, proportion_difference
 from ..subject import Subject
 from . import harness
-
-TASKS = "mla-core"
+from .catalogue import TasksSettings
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,10 @@ def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
     return lines
 
 
-def check(settings: Mapping[str, Any]) -> None:
+def check(settings: TasksSettings) -> None:
     """Check that the harness is installed and knows the tasks."""
-    harness.check_tasks(harness.named(settings.get("tasks") or TASKS), settings.get("task_path"))
-    directory = settings.get("task_cache")
+    harness.check_tasks(harness.named(settings.tasks), settings.task_path)
+    directory = settings.task_cache
     if directory is not None and directory.exists() and not directory.is_dir():
         raise InvalidInput(f"--task-cache {directory} is not a directory; name another one")
 
@@ -104,8 +103,8 @@ def measure(subject: Subject) -> TasksBlock:
     Raises:
         InvalidInput: a task cannot be loaded, or --task-cache holds scores of other data.
     """
-    settings = subject.settings
-    names = harness.named(settings.get("tasks") or TASKS)
+    settings = subject.asked(TasksSettings)
+    names = harness.named(settings.tasks)
     units = [(name, role) for name in names for role in subject.roles]
     if subject.one_at_a_time:
         units = [(name, role) for role in subject.roles for name in names]
@@ -115,8 +114,8 @@ def measure(subject: Subject) -> TasksBlock:
     tasks = {name: _task(name, roles) for name, roles in found.items()}
     return TasksBlock(
         harness.version(),
-        settings.get("limit"),
-        settings.get("fewshot"),
+        settings.limit,
+        settings.fewshot,
         tasks,
         _average(list(tasks.values())),
     )
@@ -124,8 +123,8 @@ def measure(subject: Subject) -> TasksBlock:
 
 def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
     """Return a model's scores in a task, from --task-cache where they are kept."""
-    settings = subject.settings
-    directory, limit, fewshot = (settings.get(key) for key in ("task_path", "limit", "fewshot"))
+    settings = subject.asked(TasksSettings)
+    directory, limit, fewshot = settings.task_path, settings.limit, settings.fewshot
 
     def run() -> dict[str, Any]:
         size = subject.options.batch_size
@@ -133,9 +132,9 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
             partial(subject.load, role), name, directory, batch_size=size, limit=limit, fewshot=fewshot
         )
 
-    if settings.get("task_cache") is None:
+    if settings.task_cache is None:
         return run()
-    check_depth(settings["task_cache"], "the path of --task-cache")
+    check_depth(settings.task_cache, "the path of --task-cache")
     asked = {
         "model": subject.identity(role),
         "task": name,
@@ -149,7 +148,7 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
     if role == "student" and subject.options.cache_dtype is not None:
         asked["cache_dtype"] = subject.options.cache_dtype
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    file = settings["task_cache"] / f"{name.replace('/', '_')}-{key[:32]}.json"
+    file = settings.task_cache / f"{name.replace('/', '_')}-{key[:32]}.json"
     if not file.is_file():
         _keep(file, {"asked": asked, "found": run()})
     return read_kept(file, asked)

@@ -5,17 +5,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
 from ..core.hub import check_new_name
 from ..core.untrusted import printable, read_json, shorten
+from ..core.work import discard_finished
 from .other_forms import without_config
 from .shards import (
     DTYPES,
@@ -56,8 +58,7 @@ _BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm"
 # Fields by which config.json has transformers read other files than itself and the weights.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
 _LIST_LIMIT = 10_000
-_CONFIG_BYTES, _CONFIG_CONTAINERS = 2**22, 2**17  # a file that is read often; 18,000 modules take 2 MB
-_MOST_TENSORS = 2**20  # of a checkpoint; 61 layers of 384 experts in 4 bits have some 281,000
+_CONFIG_BYTES = 2**22  # a file that is read often; 18,000 modules take 2 MB
 # Masks, tables and counters that classes of older releases saved, and that today's compute or do without.
 _BUFFERS = re.compile(
     r"(^|\.)(\w*inv_freq|masked_bias|(attn|attention)\.bias|causal_mask|rotary_emb\.(cos|sin)_cached"
@@ -200,7 +201,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput(without_config(directory))
-    config: dict[str, Any] = read_json(path, _CONFIG_BYTES, containers=_CONFIG_CONTAINERS)
+    config: dict[str, Any] = read_json(path, _CONFIG_BYTES)
     if names := next((field for field in _ELSEWHERE if config.get(field) is not None), ""):
         raise InvalidInput(f"{path} has {names}, which names other files than this one; remove the field")
     for field, value in _fields(config):
@@ -264,14 +265,19 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
         found = read_header(file)
-        listed = {name for name in named[file.name] if not _BUFFERS.search(name)}
-        there = {name for name, entry in found.items() if _is_read(name, entry, packed)}
-        wrong = sorted(listed - found.keys()) + sorted(there - named[file.name])
+        wrong = sorted({name for name in named[file.name] if not _BUFFERS.search(name)} - found.keys())
         if wrong:  # before the next shard is read, so that no number of them fills the memory
             more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
             raise InvalidInput(
                 f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
                 "again"
+            )
+        there = {name for name, entry in found.items() if _is_read(name, entry, packed)}
+        unlisted = sorted(there - named[file.name])
+        if unlisted:
+            notice(
+                f"{directory / INDEX} does not list {len(unlisted)} tensors of {file.name}, e.g. "
+                f"{printable(unlisted[0])}; they are left out"
             )
         entries |= {name: found[name] for name in named[file.name] & found.keys()}
     return {name: entries[name] for name in weight_map if name in entries}
@@ -290,8 +296,6 @@ def _weight_map(directory: Path) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(f"{index} is damaged: it has no weight_map; download or save it again")
-    if len(weight_map) > _MOST_TENSORS:
-        raise InvalidInput(f"{index} names {len(weight_map)} tensors, and at most {_MOST_TENSORS} are read")
     for tensor, name in weight_map.items():
         if not _is_file_name(name):
             raise InvalidInput(
@@ -355,6 +359,8 @@ def check_output(out: Path, source: Path | None = None) -> None:
         InvalidInput: the output cannot be written there.
     """
     check_new_name(out)
+    if is_first():
+        discard_finished(out)
     if out.exists() or out.is_symlink():
         raise InvalidInput(f"{out} exists and nothing is overwritten; name another with --out, or remove it")
     if source is not None and out.resolve().is_relative_to(source.resolve()):
@@ -370,20 +376,19 @@ def check_output(out: Path, source: Path | None = None) -> None:
         )
 
 
-def finish(partial: Path, out: Path, unneeded: Iterable[Path] = ()) -> None:
+def finish(partial: Path, out: Path) -> None:
     """Force a finished model directory to the disk and give it its final name.
 
     Args:
         partial: the directory, in which everything is written.
         out: its final name, on the same file system.
-        unneeded: files in `partial` that are removed just before it is renamed.
 
     Raises:
         InvalidInput: `out` exists by now.
         OSError: the disk is full or cannot be written.
     """
     check_output(out)
-    rename_whole(partial, out, unneeded)
+    rename_whole(partial, out)
 
 
 def copy_side_files(source: Path, out: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-_TOO_LARGE = 2**63  # of a count: products of three still have a float, and cards show them
+Count = Annotated[int, Field(gt=0, lt=2**63)]  # products of three still have a float
 Plain = str | int | float | bool | None
 
 
@@ -40,8 +40,8 @@ class RecordedParent(RecordPart):
 class RecordedSize(RecordPart):
     """The size of a cache."""
 
-    elements_per_token_per_layer: Annotated[int | float, Field(gt=0, lt=_TOO_LARGE)]
-    bytes_per_token: Annotated[int, Field(gt=0, lt=_TOO_LARGE)]
+    elements_per_token_per_layer: Annotated[float, Field(gt=0, lt=2**63)]
+    bytes_per_token: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class RecordedCache(RecordPart):
     before: RecordedSize
     after: RecordedSize
     ratio: Annotated[float, Field(gt=0)]
-    layers: dict[str, Annotated[int, Field(gt=0, lt=_TOO_LARGE)]] = field(default_factory=dict)
-    kinds: dict[str, dict[str, Annotated[int, Field(gt=0, lt=_TOO_LARGE)]]] = field(default_factory=dict)
+    layers: dict[str, Count] = field(default_factory=dict)
+    kinds: dict[str, dict[str, Count]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class RecordedCalibration(RecordPart):
     """The origin of statistics."""
 
     text: str
-    tokens: Annotated[int, Field(lt=_TOO_LARGE)]
+    tokens: int
     seed: int = 0
 
 
@@ -86,8 +86,8 @@ class RecordedTraining(RecordPart):
     models: dict[str, str] = field(default_factory=dict)
     student: str = ""
     teacher: str = ""
-    steps: Annotated[int, Field(lt=_TOO_LARGE)] = 0
-    tokens: Annotated[int, Field(lt=_TOO_LARGE)] = 0
+    steps: int = 0
+    tokens: int = 0
     stages: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, Any] | None = None
 
@@ -98,7 +98,7 @@ class RecordedRounding(RecordPart):
 
     scheme: str
     command: str = ""
-    group_size: Annotated[int, Field(gt=0, lt=_TOO_LARGE)] | None = None
+    group_size: Count | None = None
     rounded_share: float = 0.0
 
 

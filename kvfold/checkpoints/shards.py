@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import InvalidInput
-from ..core.system_calls import open_bytes, read_at, reserve, write_at
+from ..core.system_calls import open_bytes, opened_directory, read_at, reserve, write_at
 from ..core.untrusted import parse_json, printable, shorten
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -39,8 +39,6 @@ INDEX = "model.safetensors.index.json"
 # Of a file's header, which takes seconds to read at these limits. A published shard describes some thousand
 # tensors in less than 1 MB; all 92,000 of DeepSeek-V3 in a single file would take 12 MB.
 HEADER_LIMIT = 2**25  # bytes
-_MOST_TENSORS = 2**18
-_MOST_METADATA = 2**12  # entries about a file, of which transformers writes one
 _COUNT_LIMIT = 2**62  # of elements or bytes, so that sums and products fit into 64 bits
 _DIMENSIONS = 64
 _POINTER = b"version https://git-lfs"  # how a file that Git LFS did not fetch begins
@@ -108,20 +106,10 @@ def read_header(file: Path) -> dict[str, Entry]:
                 "checkpoint in more files"
             )
         content = stream.read(length)
-    if content.count(b"{") + content.count(b"[") > 3 * _MOST_TENSORS + 2:  # three of each tensor
-        raise InvalidInput(
-            f"{file} has a header of more than {_MOST_TENSORS} tensors, the most that are read; save the "
-            "checkpoint in more files"
-        )
-    header = parse_json(content, f"the header of {file}", HEADER_LIMIT, unique_keys=True, constants=False)
+    header = parse_json(content, f"the header of {file}", HEADER_LIMIT)
     metadata = header.pop("__metadata__", {})
     if not content.startswith(b"{") or not _is_text_map(metadata):
         raise InvalidInput(f"{file} has a damaged header; download or save it again")
-    if len(metadata) > _MOST_METADATA:  # at once, as a command reads a header several times
-        raise InvalidInput(
-            f"{file} has {len(metadata)} entries in __metadata__, and at most {_MOST_METADATA} are read; "
-            "save it again without them"
-        )
     entries = {name: _entry(file, 8 + length, name, row) for name, row in header.items()}
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
     if end != size:
@@ -276,24 +264,23 @@ class ShardWriter:
         self._files: dict[str, int] = {}
         self._dirty: set[int] = set()
         self._entries: dict[str, Entry] = {}
-        for index, shard in enumerate(shards, 1):
-            single = len(shards) == 1
-            file = directory / (
-                "model.safetensors" if single else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-            )
-            try:
-                self._open(file, shard, allocate)
-            except BaseException:
-                self.release()  # an open file would keep its space on a full disk even once it is removed
-                raise
+        try:
+            with opened_directory(directory) as within:
+                for index, shard in enumerate(shards, 1):
+                    name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+                    self._open("model.safetensors" if len(shards) == 1 else name, within, shard, allocate)
+        except BaseException:
+            self.release()  # an open file would keep its space on a full disk even once it is removed
+            raise
 
-    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> None:
+    def _open(self, name: str, within: int | None, shard: dict[str, TensorSpec], allocate: bool) -> None:
+        file = self._directory / name
         # Widest dtype first, so that every tensor starts at a multiple of its item size.
         ordered = sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)
         rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name, spec in ordered:
-            rows[name] = {
+        for tensor, spec in ordered:
+            rows[tensor] = {
                 "dtype": _NAMES[spec.dtype],
                 "shape": spec.shape,
                 "data_offsets": (end, end + spec.nbytes),
@@ -302,11 +289,14 @@ class ShardWriter:
         header = json.dumps(rows, separators=(",", ":")).encode()
         header += b" " * (-len(header) % _ALIGNMENT)
         start = 8 + len(header)
-        for name, spec in ordered:
-            begin, _ = rows[name]["data_offsets"]
-            self._entries[name] = Entry(file, start + begin, spec)
+        for tensor, spec in ordered:
+            begin, _ = rows[tensor]["data_offsets"]
+            self._entries[tensor] = Entry(file, start + begin, spec)
         prefix = struct.pack("<Q", len(header)) + header
-        descriptor = self._files[str(file)] = open_bytes(file, create=allocate)
+        place = file if within is None else name
+        descriptor = self._files[str(file)] = open_bytes(place, create=allocate, within=within)
+        if os.fstat(descriptor).st_nlink > 1:
+            raise InvalidInput(f"{file} has a second name, a hard link, which would change too; remove one")
         self.resumed &= (
             os.fstat(descriptor).st_size == start + end and read_at(descriptor, start, 0) == prefix
         )

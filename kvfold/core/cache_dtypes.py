@@ -7,13 +7,14 @@ Values are written once and read at every later step, so what a format loses is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .errors import InvalidInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+CacheDtypeName = Literal["bfloat16", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"]  # keys of CACHE_DTYPES
 _FLOATS = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # by their names in torch
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of four bits (OCP Microscaling, section 5.3.3)
 _E2M1_STEP = 0.37  # between two of them, as a share of the number: half to a quarter

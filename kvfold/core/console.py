@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,6 +39,12 @@ ProgressCallback = Callable[[str, int, int], None]  # a description, items done,
 LOG = logging.getLogger("kvfold")
 LOG.addHandler(logging.NullHandler())  # a library prints nothing unless its user configures logging
 _EMPTY = re.compile(r"(--[\w-]+)=|")  # `--out=` and an empty argument
+# Libraries that read the user's files, and what their errors pass through.
+_LIBRARIES = {
+    "transformers", "tokenizers", "sentencepiece", "safetensors", "huggingface_hub", "accelerate", "datasets",
+    "pyarrow", "jinja2", "lm_eval", "yaml",
+}  # fmt: skip
+_PASSED_TO = {*sys.stdlib_module_names, "torch", "numpy", ""}
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
 
@@ -160,17 +167,19 @@ def _home(argument: str) -> str:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Turn an error of the file system into the system's own sentence, with the name of the file.
+    """Turn errors of the file system, and of libraries that read the user's files, into one sentence.
 
-    Libraries' own errors of a full disk are among them, and those of a full memory. So are panics of the
-    library tokenizers, whose search for a pattern gives up after many steps: they derive from BaseException.
+    Those of the file system name the file, also where the disk or the memory is full. Whatever else a library
+    raises on files that were not checked for it ends here; errors of kvfold itself pass.
 
     Raises:
-        InvalidInput: one of these. Other errors pass.
+        InvalidInput: one of these.
     """
     try:
         with enough_memory("end other programs, or use a machine with more"):
             yield
+    except (InvalidInput, click.ClickException, click.exceptions.Exit):
+        raise
     except writing_errors() as error:
         of_disk = disk_error(error)
         if of_disk is not None:
@@ -178,13 +187,35 @@ def explaining() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             name = shorten(error.filename) if error.errno == errno.ENAMETOOLONG else error.filename
             raise InvalidInput(f"{name}: {error.strerror}") from error
+        _blame_library(error)
         raise
     except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
-            raise
+        _blame_library(error)
+        raise
+
+
+def _blame_library(error: BaseException) -> None:
+    """Raise the sentence for an error of a library that reads the user's files; return for other errors.
+
+    The library tokenizers raises `Exception` itself, such as for a vocabulary without an unknown token, and
+    panics that derive from BaseException, such as for a pattern that takes too many steps.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    # What a library passed on to Python's own modules, or to torch, is still its error.
+    blamed = next((name for name in reversed(packages) if name not in _PASSED_TO), "")
+    if type(error) is Exception and blamed in {*_LIBRARIES, "kvfold"}:
+        blamed = "tokenizers"
+    if type(error).__module__ == "pyo3_runtime" or blamed == "tokenizers":
         raise InvalidInput(
-            f"the tokenizer fails on a text ({shorten(str(error))}); use another text, or the tokenizer.json "
-            "that the model was published with"
+            f"the tokenizer fails on a text ({shorten(str(error), 300)}); use another text, or the "
+            "tokenizer.json that the model was published with"
+        ) from error
+    if blamed in _LIBRARIES and isinstance(error, Exception):
+        LOG.debug("an error of %s", blamed, exc_info=error)
+        raise InvalidInput(
+            f"{blamed} fails on the files that it was given ({type(error).__name__}: "
+            f"{shorten(str(error), 300)}); they are damaged, or need another version of it"
         ) from error
 
 

@@ -14,7 +14,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 PREFIX = ".kvfold-"  # of the private directories; only a kill leaves one behind
 _LOCK = f"{PREFIX}lock"  # in a private directory: held as long as the process lives that made it
 _held: dict[Path, "BaseFileLock"] = {}  # locks of this process by file
+_CHECKSUM = "kvfold_crc32"  # key of the metadata of safetensors files
 _ATTEMPTS = 5  # to get a lock whose file another process removes at the same time
 
 
@@ -128,31 +130,26 @@ def write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def rename_whole(partial: Path, directory: Path, unneeded: Iterable[Path] = ()) -> None:
-    """Force a directory, and all that is in it, to the disk and give it its final name.
+def rename_whole(partial: Path, out: Path) -> None:
+    """Force a file, or a directory and all that is in it, to the disk and give it its final name.
 
     Links are not followed.
 
     Args:
-        partial: the finished directory.
-        directory: its final name, on the same file system.
-        unneeded: files in `partial` that are removed just before it is renamed.
+        partial: the finished file or directory.
+        out: its final name, on the same file system.
 
     Raises:
-        InvalidInput: `directory` exists.
-        OSError: a file cannot be forced to the disk, or the directory cannot be renamed.
+        InvalidInput: `out` exists.
+        OSError: a file cannot be forced to the disk, or renamed.
     """
-    unneeded = list(unneeded)
     for path in [*partial.rglob("*"), partial]:
-        if path not in unneeded and not path.is_symlink():
+        if not path.is_symlink():
             sync_path(path)
-    _check_free(directory, replace=False)
-    release_held(partial)
-    for path in unneeded:
-        path.unlink(missing_ok=True)
-    partial.rename(directory)
+    _check_free(out, replace=False)
+    partial.rename(out)
     with suppress(OSError):  # the output is whole under its name, which only a power failure could still undo
-        sync_path(directory.parent)
+        sync_path(out.parent)
 
 
 def replace_text(file: Path, content: str) -> None:
@@ -176,7 +173,7 @@ def replace_text(file: Path, content: str) -> None:
 def save_whole(tensors: Mapping[str, "Tensor"], file: Path) -> None:
     """Write a safetensors file whole or not at all inside a directory that belongs to kvfold.
 
-    A file of that name is replaced.
+    A file of that name is replaced. It holds a checksum, which `load_whole` checks.
 
     Args:
         tensors: contiguous CPU tensors by name.
@@ -189,32 +186,39 @@ def save_whole(tensors: Mapping[str, "Tensor"], file: Path) -> None:
 
     unfinished = _unfinished(file)
     with naming(file):
-        save_file(dict(tensors), unfinished)
+        save_file(dict(tensors), unfinished, {_CHECKSUM: str(_checksum(file, tensors))})
     unfinished.replace(file)
 
 
-def remove_own(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
-    """Remove what kvfold wrote into a directory, and the directory if that empties it.
-
-    Args:
-        directory: the directory. It is not followed if it is a link.
-        is_own: returns whether kvfold wrote an entry. Entries are files; a directory is never removed.
+def load_whole(file: Path) -> dict[str, "Tensor"] | None:
+    """Return the tensors of a file as `save_whole` wrote them.
 
     Returns:
-        The entries that were left, sorted.
+        The tensors by name, on the CPU; None if there is no such file, or it has changed since it was written
+        or was renamed. Files of earlier versions without a checksum are taken as they are.
     """
-    if directory.is_symlink() or not directory.is_dir():
-        return []
-    release_held(directory)
-    left = []
-    for path in sorted(directory.iterdir()):
-        if is_own(path):
-            path.unlink(missing_ok=True)
-        else:
-            left.append(path)
-    with suppress(OSError):  # something was put there meanwhile
-        directory.rmdir()
-    return left
+    from safetensors import SafetensorError, safe_open
+
+    if file.is_symlink() or not file.is_file():
+        return None
+    try:
+        with safe_open(file, "pt") as stored:
+            told = (stored.metadata() or {}).get(_CHECKSUM)
+            tensors: dict[str, Tensor] = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError):
+        return None
+    return tensors if told in {None, str(_checksum(file, tensors))} else None
+
+
+def _checksum(file: Path, tensors: Mapping[str, "Tensor"]) -> int:
+    """Return the CRC-32 of a file's name and its tensors."""
+    import torch
+
+    found = zlib.crc32(file.name.encode())
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -17,23 +18,41 @@ LARGEST_SEED = 2**63 - 1  # that torch takes
 # Of tokens, sequences, ranks and all that names no other maximum; products of more are of no use.
 LARGEST_COUNT = 10**9
 
+T = TypeVar("T", bound="Settings")
+
 
 class Settings(BaseModel):
     """A frozen set of named values; an unknown name is a mistake, and a docstring describes each value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    # What checks values is built when the first are checked: `--help` and imports need the fields alone.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _numbers_are_no_truth_values(cls, value: object, info: ValidationInfo) -> object:
-        refuse_truth(value, cls.model_fields[str(info.field_name)].annotation)
+    def _numbers_are_numbers(cls, value: object, info: ValidationInfo) -> object:
+        parts = _parts(cls.model_fields[str(info.field_name)].annotation)
+        if int in parts and not isinstance(value, int) and isinstance(value, Integral):  # of numpy
+            return int(value)
+        if bool in parts or not (int in parts or float in parts):  # pydantic reads true as 1
+            return value
+        reason = _KINDS["int" if int in parts else "float"]
+        for name, each in value.items() if isinstance(value, Mapping) else ():
+            if isinstance(each, bool):
+                raise ValueError(f"{name} is {each}; {reason}")
+        if any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
+            raise ValueError(reason)
         return value
 
     @field_validator("*", mode="after")
     @classmethod
     def _counts_have_a_maximum(cls, value: object, info: ValidationInfo) -> object:
-        if not _has_maximum(cls.model_fields[str(info.field_name)]):
-            refuse_excess(value)
+        field = cls.model_fields[str(info.field_name)]
+        inner = [part.metadata for part in _parts(field.annotation) if isinstance(part, FieldInfo)]
+        has_maximum = any(hasattr(one, "le") for one in [*field.metadata, *itertools.chain(*inner)])
+        if type(value) is int and value > LARGEST_COUNT and not has_maximum:
+            raise ValueError(f"it should be less than or equal to {LARGEST_COUNT}")
         return value
 
     @classmethod
@@ -43,6 +62,7 @@ class Settings(BaseModel):
         other_names: Mapping[str, str] = MappingProxyType({}),
         where: str = "",
         sections: "Mapping[str, type[Settings]]" = MappingProxyType({}),
+        called: Callable[[str], str] = str,
     ) -> Self:
         """Return checked settings.
 
@@ -51,91 +71,52 @@ class Settings(BaseModel):
             other_names: names that other programs give to some of the fields.
             where: the name of the file that the values come from.
             sections: the settings that are fields of these ones, by dotted name without indices.
+            called: returns what the user knows a field as, such as the option of a command.
 
         Raises:
             InvalidInput: names the field, its value and what would be right.
         """
         for name, text in texts_of(values):
             if "\0" in text:
-                called = f"{where}: {name}" if where else name
-                raise InvalidInput(f"{called} is {shorten(text)}, which holds a null character; remove it")
+                place = f"{where}: {name}" if where else called(name)
+                raise InvalidInput(f"{place} is {shorten(text)}, which holds a null character; remove it")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
             noun = "key" if where else "name"
-            sentence = _sentence(error, {"": cls, **sections}, other_names, noun)
+            sentence = sentence_of(error, {"": cls, **sections}, other_names, noun, called)
             raise InvalidInput(f"{where}: {sentence}" if where else sentence) from None
 
+    @classmethod
+    def take(cls, values: Mapping[str, Any], other_names: Mapping[str, str] = MappingProxyType({})) -> Self:
+        """Return checked settings from values of Python, which has numbers and no texts in their place.
 
-def refuse_truth(value: object, kind: object) -> None:
-    """Refuse a truth value in place of a number: pydantic reads true as 1.
+        Pydantic converts texts, as YAML's `1e-4` needs it; types that read a text, such as `8k`, take it.
 
-    Args:
-        value: of a field, or a container of such values.
-        kind: the field's type.
+        Raises:
+            InvalidInput: as `read`.
+        """
+        cls.refuse_texts(values)
+        return cls.read(values, other_names)
 
-    Raises:
-        ValueError: it is one, and the type has numbers and no truth values.
-    """
-    parts = _parts(kind)
-    if bool in parts or not (int in parts or float in parts):
-        return
-    reason = _KINDS["int" if int in parts else "float"]
-    for name, each in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(each, bool):
-            raise ValueError(f"{name} is {each}; {reason}")
-    if any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
-        raise ValueError(reason)
+    @classmethod
+    def refuse_texts(cls, values: Mapping[str, Any]) -> None:
+        """Refuse texts in place of numbers.
 
+        Raises:
+            InvalidInput: names the field and its value.
+        """
+        for name in values.keys() & cls.model_fields.keys():
+            field = cls.model_fields[name]
+            parts = [*_parts(field.annotation), *field.metadata]
+            reads = str in parts or any(isinstance(part, BeforeValidator) for part in parts)
+            if isinstance(values[name], str) and not reads and (int in parts or float in parts):
+                reason = _KINDS["int" if int in parts else "float"]
+                raise InvalidInput(f"{name} is {shorten(values[name])}; {reason}, not a text")
 
-def refuse_excess(value: object, most: int = LARGEST_COUNT) -> None:
-    """Refuse a whole number above the largest that is of use; other values pass.
-
-    Raises:
-        ValueError: it is one.
-    """
-    if type(value) is int and value > most:
-        raise ValueError(f"it should be less than or equal to {most}")
-
-
-def _has_maximum(field: FieldInfo) -> bool:
-    """Return whether a field names its own largest value."""
-    inner = [part.metadata for part in _parts(field.annotation) if isinstance(part, FieldInfo)]
-    return any(hasattr(one, "le") for one in [*field.metadata, *itertools.chain(*inner)])
-
-
-def refuse_texts(values: Mapping[str, Any], settings: type[Settings]) -> None:
-    """Refuse texts in place of numbers, which pydantic converts: Python has numbers, unlike YAML's `1e-4`.
-
-    Args:
-        values: by the names of fields; other names are passed over.
-        settings: the fields. Those that read a text themselves, such as `8k`, take it.
-
-    Raises:
-        InvalidInput: names the field and its value.
-    """
-    for name in values.keys() & settings.model_fields.keys():
-        field = settings.model_fields[name]
-        refuse_text(name, values[name], field.annotation, field.metadata)
-
-
-def refuse_text(name: str, value: object, kind: object, metadata: Sequence[object] = ()) -> None:
-    """Refuse a text in place of a number.
-
-    Args:
-        name: of the field, for the error.
-        value: of the field.
-        kind: the field's type.
-        metadata: what pydantic keeps of its annotations.
-
-    Raises:
-        InvalidInput: it is one, and the type has numbers and does not read texts.
-    """
-    parts = [*_parts(kind), *metadata]
-    reads = str in parts or any(isinstance(part, BeforeValidator) for part in parts)
-    if isinstance(value, str) and not reads and (int in parts or float in parts):
-        reason = _KINDS["int" if int in parts else "float"]
-        raise InvalidInput(f"{name} is {shorten(value)}; {reason}, not a text")
+    def part(self, kind: type[T]) -> T:
+        """Return the fields of one of the classes that these settings derive from."""
+        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
 
 
 def _parts(kind: object) -> list[object]:
@@ -220,18 +201,22 @@ def reason_of(kind: str, message: str) -> str:
     }.get(kind, message.replace("Input should", "it should"))
 
 
-def _sentence(
+def sentence_of(
     errors: ValidationError,
     sections: Mapping[str, type[Settings]],
-    other_names: Mapping[str, str],
-    noun: str,
+    other_names: Mapping[str, str] = MappingProxyType({}),
+    noun: str = "name",
+    called: Callable[[str], str] = str,
 ) -> str:
     """Return the worst mistake; an unknown name comes first, since it is often why another one is missing."""
     error = min(errors.errors(), key=lambda found: found["type"] != "extra_forbidden")
     location = error["loc"][:-2] if "[key]" in error["loc"] else error["loc"]
     location = tuple(part for part in location if not str(part).startswith("<"))  # tags of unions
+    if len(location) == 2 and isinstance(location[1], int):  # of a list that an option has with commas
+        location = location[:1]
     *parents, name = location or ("",)
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    spelled = (called(str(part)) if number == 0 else part for number, part in enumerate(location))
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in spelled)
     place = place.removeprefix(".")
     section = ".".join(part for part in parents if isinstance(part, str))
     if error["type"] == "extra_forbidden":
@@ -241,8 +226,13 @@ def _sentence(
         hint = suggest(str(name), known, other_names, homes)
         return f"unknown {noun} {shorten(name)}{where}; {hint}"
     if error["type"] == "missing":
-        return f"{place} is missing: {description_of(sections[section], str(name))}"
+        wanted = description_of(sections[section], str(name))
+        kind = sections[section].model_fields[str(name)].annotation if section == "" else None
+        if get_origin(kind) is Literal:
+            wanted = f"{wanted.removesuffix('.')}; choose from {', '.join(get_args(kind))}"
+        return f"{place} is missing: {wanted}"
     reason = reason_of(error["type"], error["msg"])
     if error["type"] == "value_error" and isinstance(error["input"], dict):  # a mistake in a whole section
         return f"{place}: {reason}" if place else reason
-    return f"{place} is {shorten(error['input'], 200)}; {reason}" if place else reason
+    value = str(error["input"]) if isinstance(error["input"], Path) else error["input"]
+    return f"{place} is {shorten(value, 200)}; {reason}" if place else reason

@@ -9,82 +9,51 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from numbers import Integral
-from typing import Any, Literal
-
-import click
 
 from .errors import InvalidInput
-from .untrusted import shorten
 
 _DECIMAL = {name: 1000**power for power, name in enumerate(("", "KB", "MB", "GB", "TB"))}
 _BINARY = {name: 1024**power for power, name in enumerate(("", "KIB", "MIB", "GIB", "TIB"))}
-_UNITS = {"tokens": {"": 1, "K": 2**10, "M": 2**20}, "bytes": _DECIMAL | _BINARY | {"B": 1}}
-_EXAMPLES = {"tokens": "4096 or 32k (32 x 1024)", "bytes": "24GB (24 x 10^9 bytes) or 24GiB (24 x 2^30)"}
+_BYTES = _DECIMAL | _BINARY | {"B": 1}
+_CONTEXT = {"": 1, "K": 2**10, "M": 2**20}
 _TRAINED = {"k": 10**3, "m": 10**6, "b": 10**9}
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _MOST_DIGITS = 19
 
 
-def read_size(text: str, option: str, kind: Literal["tokens", "bytes"]) -> int:
-    """Read a length of a context or a size in bytes.
+def parse_bytes(value: object) -> object:
+    """Return a size in bytes: 24000000000 for `"24GB"`.
 
     Args:
-        text: decimal digits, with a fraction or without, and a unit in any case. Of tokens, `k` and `m` are
-            binary; of bytes, `KB` to `TB` are decimal and `KiB` to `TiB` binary. Without a unit it counts
-            tokens or bytes.
-        option: the option it was given to, for the error.
-        kind: what is counted.
-
-    Returns:
-        A whole number of at least 1; a fraction of a token or byte is dropped.
+        value: decimal digits, with a fraction or without, and a unit in any case: `KB` to `TB` are decimal
+            and `KiB` to `TiB` binary. Without a unit it counts bytes. A value that is not a string is
+            returned as it is, for pydantic to judge.
 
     Raises:
-        InvalidInput: the text is not such a size, or is less than 1.
+        ValueError: the string is no such size, or less than 1; a fraction of a byte is dropped.
     """
-    size = _size(text, kind)
-    if size is None:
-        raise InvalidInput(
-            f"{option} {text!r} is not a number of {kind}; write for example {_EXAMPLES[kind]}"
-        )
+    return _size(value, _BYTES, "it should be a size, for example 500MB or 5GB")
+
+
+def parse_context(value: object) -> object:
+    """Return a length of a context in tokens: 32768 for `"32k"`. Else as `parse_bytes`."""
+    return _size(value, _CONTEXT, "it should be a number of tokens, for example 8192 or 8k")
+
+
+def _size(value: object, units: Mapping[str, int], wanted: str) -> object:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(rf"{_NUMBER}\s*([A-Z]*)", value.strip().upper())
+    is_size = match and match[2] in units and len(match[1]) <= _MOST_DIGITS
+    size = int(Decimal(match[1]) * units[match[2]]) if match and is_size else 0
+    if not size:
+        raise ValueError(wanted)
     return size
-
-
-def bytes_of(value: Any, name: str) -> int:
-    """Return a size in bytes that Python gives: a whole number, or a text as `read_size` takes it.
-
-    Args:
-        value: the size.
-        name: of the argument, for the error.
-
-    Raises:
-        InvalidInput: it is no such size, or less than 1.
-    """
-    if isinstance(value, str):
-        return read_size(value, name, "bytes")
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 10**_MOST_DIGITS:
-        raise InvalidInput(f"{name} is {shorten(value)}; it should be a size, for example 500MB or 5GB")
-    return int(value)
 
 
 def counted(count: int, noun: str) -> str:
     """Return a number with a noun that forms its plural by an s, such as `1 step` or `2 steps`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-class ByteSize(click.ParamType):  # type: ignore[type-arg] # click 8.2 takes no argument
-    """The type of an option that takes bytes, such as `500MB` or `5GB`; its value is an `int`."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number of bytes; a default that is a number already is left as it is."""
-        if isinstance(value, int):
-            return value
-        size = _size(value, "bytes")
-        if size is None:
-            self.fail(f"{value!r} is not a size; write for example 500MB or 5GB", param, ctx)
-        return size
 
 
 def parse_tokens(value: object) -> object:
@@ -111,6 +80,17 @@ def parse_tokens(value: object) -> object:
         return round(parsed * unit) if unit > 1 or parsed.is_integer() else parsed
     except (ValueError, OverflowError):
         raise ValueError("it should be a number of tokens, such as 5000, 300k, 5M or 1B") from None
+
+
+def show_context(tokens: int) -> str:
+    """Return a length of a context as `parse_context` reads it: `32k` for 32768."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def show_trained(tokens: int) -> str:
+    """Return a number of training tokens as `parse_tokens` reads it: `200k` for 200000."""
+    units = {"B": 10**9, "M": 10**6, "k": 10**3}
+    return next((f"{tokens // n}{unit}" for unit, n in units.items() if tokens % n == 0), str(tokens))
 
 
 def read_share(text: str, option: str) -> Fraction:
@@ -147,13 +127,6 @@ def show_bytes(size: float) -> str:
             number = size / _DECIMAL[unit]
             return f"{number:.3g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
     return f"{size:.0f} B"
-
-
-def _size(text: str, kind: Literal["tokens", "bytes"]) -> int | None:
-    match = re.fullmatch(rf"{_NUMBER}\s*([A-Z]*)", text.strip().upper())
-    if match is None or match[2] not in _UNITS[kind] or len(match[1]) > _MOST_DIGITS:
-        return None
-    return int(Decimal(match[1]) * _UNITS[kind][match[2]]) or None
 
 
 def show_kinds(layers: Mapping[str, int]) -> str:

@@ -3,16 +3,21 @@
 Costs of attention variants at a shape or at a model's, computed and, on request, measured.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
+from pydantic import BeforeValidator, Field
 
+from ..core.command_options import Option, read_options, takes
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
 from ..core.files import write_whole
-from ..core.units import read_size
+from ..core.option_types import Place, Tokens, as_list
+from ..core.settings import Settings
+from ..core.units import show_context
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,95 +48,97 @@ class Shape:
     layers: int = 1
 
 
+_Width = Annotated[int, Field(ge=1)]
+_Lengths = Annotated[tuple[Tokens, ...], BeforeValidator(as_list), Option("", "TOKENS,...", show_context)]
+
+
+class LabRequest(Settings):
+    """What `kvfold lab` is asked for; it takes the fields as options."""
+
+    model: str | None = None
+    """A directory or a Hub id."""
+    d_model: _Width | None = None
+    """Hidden size, where no MODEL is given."""
+    heads: _Width | None = None
+    """Query heads, where no MODEL is given."""
+    kv_heads: _Width | None = None
+    """Key/value heads of the source. Default: as many as heads."""
+    head_dim: _Width | None = None
+    """Width of a head. Default: d-model / heads."""
+    kv_rank: _Width | None = None
+    """Width of MLA's latent. Default: 4 heads."""
+    q_rank: _Width | None = None
+    """Width of its queries' latent. Default: none."""
+    nope_dim: _Width | None = None
+    """Un-rotated width of its heads. Default: a head."""
+    rope_dim: Annotated[int, Field(ge=0)] | None = None
+    """Width of its rotary key; 0: none. Default: half a head."""
+    v_dim: _Width | None = None
+    """Width of its values. Default: a head."""
+    experts: Annotated[int, Field(ge=2)] | None = None
+    """Also MLA with so many experts, two per token."""
+    latents: _Width | None = None
+    """Also so many latent queries that read all tokens (Perceiver)."""
+    lengths: _Lengths = (4096, 32768, 131072)
+    """Tokens for cache and FLOPs."""
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
+    """Number format of the cache."""
+    measure: bool = False
+    """Also run them: time, memory, and how far folds are from the source."""
+    measure_lengths: _Lengths = (128, 512)
+    """Tokens for `measure`."""
+    devices: Annotated[tuple[str, ...], Option("--device", repeated=True)] = ("cpu",)
+    """For `measure`; may be repeated."""
+    plot: Place | None = None
+    """Also draw cache, FLOPs and times to an SVG."""
+
+
 @click.command("lab", cls=Command)
 @click.argument("model", required=False)
-@click.option("--d-model", type=click.IntRange(1), help="Hidden size, where no MODEL is given.")
-@click.option("--heads", type=click.IntRange(1), help="Query heads, where no MODEL is given.")
-@click.option(
-    "--kv-heads", type=click.IntRange(1), help="Key/value heads of the source.  [default: as many as heads]"
-)
-@click.option("--head-dim", type=click.IntRange(1), help="Width of a head.  [default: d-model / heads]")
-@click.option("--kv-rank", type=click.IntRange(1), help="Width of MLA's latent.  [default: 4 heads]")
-@click.option("--q-rank", type=click.IntRange(1), help="Width of its queries' latent.  [default: none]")
-@click.option("--nope-dim", type=click.IntRange(1), help="Un-rotated width of its heads.  [default: a head]")
-@click.option(
-    "--rope-dim", type=click.IntRange(0), help="Width of its rotary key; 0: none.  [default: half a head]"
-)
-@click.option("--v-dim", type=click.IntRange(1), help="Width of its values.  [default: a head]")
-@click.option("--experts", type=click.IntRange(2), help="Also MLA with so many experts, two per token.")
-@click.option(
-    "--latents", type=click.IntRange(1), help="Also so many latent queries that read all tokens (Perceiver)."
-)
-@click.option("--lengths", default="4k,32k,128k", show_default=True, help="Tokens for cache and FLOPs.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16", "fp8"]),
-    default="bfloat16",
-    show_default=True,
-    help="Number format of the cache.",
-)
-@click.option(
-    "--measure", is_flag=True, help="Also run them: time, memory, and how far folds are from the source."
-)
-@click.option("--measure-lengths", default="128,512", show_default=True, help="Tokens for --measure.")
-@click.option(
-    "--device",
-    "devices",
-    multiple=True,
-    default=("cpu",),
-    show_default=True,
-    help="For --measure; may be repeated.",
-)
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also draw cache, FLOPs and times to an SVG.",
-)
+@takes(LabRequest, without=("model",))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def main(
-    model: str | None, lengths: str, dtype: str, plot: Path | None, as_json: bool, **options: Any
-) -> None:
+def main(as_json: bool, **options: Any) -> None:
     """Compare attention variants: parameters, cache and FLOPs of MHA, GQA, MQA and MLA at a shape.
 
     The shape is that of MODEL, a directory or a Hub id, or of the options. Widths are those of one layer; the
     cache of MODEL is that of all its layers. --measure runs its first layer, or one with random weights, and
     folds of it, whose heads keep their width.
     """
+    asked = read_options(LabRequest, options)
+    plot, counts = asked.plot, asked.lengths
     if plot is not None and plot.exists():
         raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")
-    shape, source = _shape(model, options)
-    counts = _tokens(lengths, "--lengths")
+    shape, source = _shape(asked)
     report: dict[str, Any] = {
         "shape": asdict(shape),
-        "dtype": dtype,
-        "variants": _variants(shape, options, counts, dtype),
+        "dtype": asked.dtype,
+        "variants": _variants(shape, asked),
     }
     from .reference.costs import claims
     from .reference.trials import divided_rope_key
 
     report["claims"] = [asdict(claim) for claim in (*claims(), divided_rope_key())]
-    if options["measure"]:
-        measured = _tokens(options["measure_lengths"], "--measure-lengths")
-        report.update(_measured(shape, source, measured, options["devices"]))
+    if asked.measure:
+        report.update(_measured(shape, source, asked.measure_lengths, asked.devices))
     if plot is not None:
         _draw(report, counts, plot)
     if as_json:
         show_json(report)
         return
     _show_costs(report, counts)
-    if options["measure"]:
+    if asked.measure:
         _show_measured(report)
 
 
-def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHeadAttention | None"]:
+def _shape(asked: LabRequest) -> tuple[Shape, "MultiHeadAttention | None"]:
     """Return the shape asked for, and the source's first layer where there is a model without norms."""
     source, layers = None, 1
-    if model is None:
-        d_model, heads = options["d_model"], options["heads"]
+    if asked.model is None:
+        d_model, heads = asked.d_model, asked.heads
         if d_model is None or heads is None:
             raise InvalidInput("lab needs a shape or a model; write --d-model 512 --heads 8, or name a MODEL")
-        kv_heads = options["kv_heads"] or heads
-        width = options["head_dim"]
+        kv_heads = asked.kv_heads or heads
+        width = asked.head_dim
         if width is None and d_model % heads:
             raise InvalidInput(f"--d-model {d_model} does not divide into {heads} heads; give --head-dim too")
         width = width or d_model // heads
@@ -139,7 +146,7 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
         given = [
             f"--{name.replace('_', '-')}"
             for name in ("d_model", "heads", "kv_heads", "head_dim")
-            if options[name]
+            if getattr(asked, name)
         ]
         if given:
             raise InvalidInput(
@@ -148,24 +155,23 @@ def _shape(model: str | None, options: dict[str, Any]) -> tuple[Shape, "MultiHea
         from ..convert.families.source import open_source
         from ..core.hub import resolve
 
-        opened = open_source(resolve(model))
+        opened = open_source(resolve(asked.model))
         layers, found = opened.layers, opened.geometry
         d_model, width = found.hidden_size, found.head_dim
         heads, kv_heads = found.num_attention_heads, found.num_key_value_heads
-        source = _first_layer(opened) if options["measure"] else None
+        source = _first_layer(opened) if asked.measure else None
     if heads % kv_heads:
         raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; choose a divisor")
-    rope = options["rope_dim"]
     return Shape(
         d_model=d_model,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=width,
-        kv_rank=options["kv_rank"] or RANK_HEADS * width,
-        q_rank=options["q_rank"],
-        nope=options["nope_dim"] or width,
-        rope=max(2, int(width * ROPE_HEADS) // 2 * 2) if rope is None else rope,
-        value=options["v_dim"] or width,
+        kv_rank=asked.kv_rank or RANK_HEADS * width,
+        q_rank=asked.q_rank,
+        nope=asked.nope_dim or width,
+        rope=max(2, int(width * ROPE_HEADS) // 2 * 2) if asked.rope_dim is None else asked.rope_dim,
+        value=asked.v_dim or width,
         layers=layers,
     ), source
 
@@ -180,12 +186,7 @@ def _first_layer(source: "Source") -> "MultiHeadAttention":
     return MultiHeadAttention.from_weights(attention, table_F.tolist())
 
 
-def _tokens(text: str, option: str) -> list[int]:
-    """Return the numbers of `4k,32k`."""
-    return [read_size(word, option, "tokens") for word in text.split(",")]
-
-
-def _variants(shape: Shape, options: dict[str, Any], counts: list[int], dtype: str) -> list[dict[str, Any]]:
+def _variants(shape: Shape, asked: LabRequest) -> list[dict[str, Any]]:
     from .reference import costs
 
     def latent(**form: Any) -> costs.Costs:
@@ -194,14 +195,14 @@ def _variants(shape: Shape, options: dict[str, Any], counts: list[int], dtype: s
 
     rows = costs.variants(shape.d_model, shape.heads, shape.kv_heads, shape.head_dim)
     rows += [latent(), latent(absorbed=True)]
-    if options["experts"]:
-        rows.append(latent(experts=options["experts"], top_k=2))
-    if options["latents"]:
-        rows.append(costs.latent_query(shape.d_model, shape.heads, options["latents"]))
-    return [_row(one, rows[0], shape.layers, counts, dtype) for one in rows]
+    if asked.experts:
+        rows.append(latent(experts=asked.experts, top_k=2))
+    if asked.latents:
+        rows.append(costs.latent_query(shape.d_model, shape.heads, asked.latents))
+    return [_row(one, rows[0], shape.layers, asked.lengths, asked.dtype) for one in rows]
 
 
-def _row(one: "Costs", source: "Costs", layers: int, counts: list[int], dtype: str) -> dict[str, Any]:
+def _row(one: "Costs", source: "Costs", layers: int, counts: Sequence[int], dtype: str) -> dict[str, Any]:
     return {
         "name": one.name,
         "parameters": {**one.parameters, "total": one.total},
@@ -219,7 +220,7 @@ def _row(one: "Costs", source: "Costs", layers: int, counts: list[int], dtype: s
 
 
 def _measured(
-    shape: Shape, source: "MultiHeadAttention | None", counts: list[int], devices: tuple[str, ...]
+    shape: Shape, source: "MultiHeadAttention | None", counts: Sequence[int], devices: tuple[str, ...]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return times and memory of the source and its folds, and their outputs' distances from it."""
     import torch
@@ -274,7 +275,7 @@ def _normal(d_model: int, seed: int) -> "Tensor":
     return torch.randn(2, TOKENS, d_model, generator=torch.Generator().manual_seed(seed))
 
 
-def _show_costs(report: dict[str, Any], counts: list[int]) -> None:
+def _show_costs(report: dict[str, Any], counts: Sequence[int]) -> None:
     rows = report["variants"]
     matrices = list(dict.fromkeys(name for row in rows for name in row["parameters"] if name != "total"))
     cells = [
@@ -331,7 +332,7 @@ def _show_measured(report: dict[str, Any]) -> None:
     show_table("measured, float32", ("", "", "tokens", "prefill, ms", "one more, ms", "peak memory"), cells)
 
 
-def _draw(report: dict[str, Any], counts: list[int], file: Path) -> None:
+def _draw(report: dict[str, Any], counts: Sequence[int], file: Path) -> None:
     from .reference.chart import Panel, draw
 
     kinds = {

@@ -2,16 +2,14 @@
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..convert.algebra.target import NAMES
-from ..convert.efforts import EFFORTS
+from ..core.command_options import read_options, takes
 from ..core.console import Command, show_json, show_table, show_text
 from ..eval.assertions import Unmet
-from .default_options import STEPS, WINDOW
+from .migration_options import MigrationOptions
 
 if TYPE_CHECKING:
     from .request import Migration
@@ -19,61 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("migrate", cls=Command)
 @click.argument("model")
-@click.option("--to", type=click.Choice(NAMES), required=True, help="Attention of the output.")
-@click.option(
-    "--until",
-    "bound",
-    required=True,
-    metavar="BOUND",
-    help="Condition that must hold on --text: 'ppl<1.02x' (times the source's perplexity), or one of `kvfold "
-    "eval --assert`, such as 'kl<0.05'.",
-)
-@click.option(
-    "--steps",
-    metavar="SHARE,...",
-    help=f"Falling proportions of the source's cache.  [default: those of {STEPS} that it allows]",
-)
-@click.option(
-    "--text",
-    default="stdlib",
-    show_default=True,
-    metavar="FILE|stdlib",
-    help="Held-out text, as for `kvfold eval`.",
-)
-@click.option(
-    "--train",
-    metavar="TEXT",
-    help="Training text, as `data.source` of a recipe.  [default: stdlib if --text is stdlib, else self]",
-)
-@click.option(
-    "--tokens-per-step",
-    default="200k",
-    show_default=True,
-    help="Length of each distillation, such as 200k or 50M.",
-)
-@click.option(
-    "--window",
-    type=click.IntRange(min=2),
-    help=f"Tokens per window.  [default: the model's positions, at most {WINDOW}]",
-)
-@click.option("--max-windows", type=click.IntRange(min=2), help="Evaluate on at most this many windows.")
-@click.option("--calibration", default="self", show_default=True, help="As for `kvfold convert`.")
-@click.option(
-    "--effort",
-    type=click.Choice(tuple(EFFORTS)),
-    default="default",
-    show_default=True,
-    help="Of every fold, as for `kvfold convert`.",
-)
-@click.option("--sequences", type=click.IntRange(min=1), help="Calibration sequences; overrides --effort.")
-@click.option("--refine", type=click.IntRange(min=0), metavar="STEPS", help="As for `kvfold convert`.")
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Seed of calibration and training.",
-)
+@takes(MigrationOptions, without=("model", "settings"))
 @click.option(
     "--set",
     "overrides",
@@ -81,13 +25,9 @@ if TYPE_CHECKING:
     metavar="KEY=VALUE",
     help="Override a key of every distillation's recipe, such as stages.0.lr=1e-4.",
 )
-@click.option("--keep-steps", is_flag=True, help="Keep every step's checkpoints, in DIR/steps.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Output; must not exist."
-)
 @click.option("--dry-run", is_flag=True, help="Show the steps; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def main(dry_run: bool, as_json: bool, **options: Any) -> None:
+def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
     """Find the smallest cache for MODEL at which a bound still holds after a short distillation.
 
     First, a fold that keeps everything is compared with the source. Then, step by step, the source is folded
@@ -99,11 +39,19 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
     """
     from .request_reader import read_request
 
-    asked = read_request(**options)
+    asked = read_request(read_options(MigrationOptions, options), overrides)
     if dry_run:
         _show_plan(asked, as_json)
         return
-    report = _run(asked)
+    from ..core.signals import Interrupted, interruptible
+    from .steps import migrate
+
+    try:
+        with interruptible([]):
+            report = migrate(asked)
+    except Interrupted as stop:
+        click.echo(f"Interrupted: {stop}; run the same command again to resume.", err=True)
+        sys.exit(128 + stop.signum)
     if as_json:
         show_json(report)
     else:
@@ -114,18 +62,6 @@ def main(dry_run: bool, as_json: bool, **options: Any) -> None:
             "use another bound or begin --steps with a larger cache, and the same command resumes from "
             f"{asked.partial}, or use more --tokens-per-step with another --out"
         )
-
-
-def _run(asked: "Migration") -> dict[str, Any]:
-    from ..core.signals import Interrupted, interruptible
-    from .steps import migrate
-
-    try:
-        with interruptible([]):
-            return migrate(asked)
-    except Interrupted as stop:
-        click.echo(f"Interrupted: {stop}; run the same command again to resume.", err=True)
-        sys.exit(128 + stop.signum)
 
 
 def _show_plan(asked: "Migration", as_json: bool) -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..arguments import path_of, public, text_of
 from ..core.console import ProgressCallback, calling
 from ..core.errors import InvalidInput
 from ..core.grid import Grid, Tabular
-from ..core.untrusted import shorten
-
-if TYPE_CHECKING:
-    from .migration_options import MigrationOptions
-    from .request import Migration
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -128,35 +123,15 @@ def migrate(
         (True, '25%')
     """
     from ..eval.assertions import Unmet
+    from .migration_options import MigrationOptions
+    from .request_reader import read_request
     from .steps import migrate as carry_out
 
+    given = {"model": text_of(source, "source"), "to": to, "until": until, "out": path_of(out, "out")}
     with calling(progress) as heard:
-        asked = _request(source, to, until, out, options)
+        asked = read_request(MigrationOptions.take({**given, **options}))
         try:
             report = carry_out(asked)
         except Unmet as failure:  # of a check on the way; a bound that no step holds is no error
             raise InvalidInput(failure.message) from None
     return Migrated(directory=Path(report["out"]), report=report, notices=tuple(heard.notices))
-
-
-def _request(
-    source: str | Path, to: str, until: str, out: str | Path, options: Mapping[str, Any]
-) -> Migration:
-    from ..convert.algebra.target import NAMES
-    from .migration_options import migration_options
-    from .request_reader import read_request
-
-    if to not in NAMES:
-        raise InvalidInput(f"to is {shorten(to)}; it should be one of {', '.join(NAMES)}")
-    if not isinstance(until, str):
-        raise InvalidInput(f"until is {shorten(until)}; it should be a text such as 'ppl<1.02x'")
-    given: MigrationOptions = migration_options(options)
-    return read_request(
-        text_of(source, "source"),
-        to,
-        until,
-        out=path_of(out, "out"),
-        overrides=(),
-        steps=None if given.steps is None else ",".join(given.steps),
-        **given.model_dump(exclude={"steps"}),
-    )

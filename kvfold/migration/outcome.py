@@ -17,7 +17,8 @@ from ..core.errors import InvalidInput
 from ..core.files import check_makeable, link_or_copy, replace_text
 from ..core.untrusted import read_json
 from ..core.version import __version__
-from .request import RECORD, SCHEMA, Migration, replace_json
+from ..core.work import WorkDir
+from .request import SCHEMA, Migration, begun_request, replace_json
 
 PAGE = "report.html"
 
@@ -28,7 +29,7 @@ def find_report(asked: Migration) -> dict[str, Any] | None:
     The run had given its output its name, and was killed before it had tidied up.
     """
     file = asked.out / "report.json"
-    if not file.is_file() or not (asked.partial / RECORD).is_file():
+    if not file.is_file() or WorkDir(asked.partial).result() is None:
         return None
     report: dict[str, Any] = read_json(file)
     return report if report.get("until") == asked.bound.text else None
@@ -45,7 +46,7 @@ def check_places(asked: Migration) -> None:
     check_output(asked.out, asked.source)
     check_makeable(asked.out)
     unmet = asked.unmet
-    if unmet.is_dir() and not unmet.is_symlink() and (asked.partial / RECORD).is_file():
+    if unmet.is_dir() and not unmet.is_symlink() and begun_request(asked.partial) is not None:
         return
     if unmet.exists() or unmet.is_symlink():
         raise InvalidInput(
@@ -54,7 +55,9 @@ def check_places(asked: Migration) -> None:
         )
 
 
-def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+def arrive(
+    asked: Migration, identity: dict[str, Any], found: list[dict[str, Any]], work: WorkDir
+) -> dict[str, Any]:
     """Give the smallest step that holds the bound its final name.
 
     If no step holds it, a copy of the nearest step gets another name.
@@ -98,7 +101,9 @@ def arrive(asked: Migration, identity: dict[str, Any], found: list[dict[str, Any
         _keep_steps(asked, origin, place / "steps")
     _relocate(place, moved)
     _name_command(place, asked.command)
-    if out.exists() and not held:
+    if held:
+        work.finish(place, out)
+    elif out.exists():
         _renew(out, place)
     else:
         finish(place, out)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from ..convert.decide.plan import make_plan
 from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
 from ..convert.request import FoldRequest, fold_request
+from ..core.command_options import words_of
 from ..core.console import notice
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
-from ..core.units import parse_tokens, read_share, show_percent
+from ..core.units import read_share, show_percent, show_trained
+from ..core.work import working_directory
 from ..distill.data.samples import check_texts
 from ..distill.recipe.default_recipe import default_save, default_stage, default_steps, weights_of
 from ..distill.recipe.recipe import Recipe
@@ -32,9 +34,8 @@ from ..texts.calibration_name import names_statistics
 from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_encoding, check_source
-from .default_options import STEPS, WINDOW
-from .migration_options import MigrationOptions
-from .request import Migration, Step, begun_length, working_directory
+from .migration_options import STEPS, WINDOW, MigrationOptions
+from .request import Migration, Step, begun_length
 
 SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
@@ -99,73 +100,75 @@ def read_bound(text: str) -> Assertion:
     return Assertion(text.strip(), bound.path, bound.relation, bound.bound)
 
 
-def read_request(
-    model: str, to: str, bound: str, text: str, max_windows: int | None, out: Path, **given: Any
-) -> Migration:
-    """Return the migration that the command's options describe, checked before any long work.
+def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Migration:
+    """Return the migration that a user asks for, checked before any long work.
+
+    Args:
+        asked: the options.
+        overrides: of the recipe, as `--set` has them.
 
     Raises:
         InvalidInput: names the option that cannot be used.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
-    wanted = read_bound(bound)
-    directory = resolve(model)
+    bound = read_bound(asked.until)
+    directory = resolve(asked.model)
     source = open_source(directory)
-    content = read_text(text)
-    window = content.window or given["window"] or min(source.positions, WINDOW)
-    if given["window"] not in (None, window):
+    content = read_text(asked.text)
+    window = content.window or asked.window or min(source.positions, WINDOW)
+    if asked.window not in (None, window):
         raise InvalidInput(
-            f"--text {text} has windows of {window} tokens; leave out --window {given['window']}"
+            f"--text {asked.text} has windows of {window} tokens; leave out --window {asked.window}"
         )
     if window > source.positions:
         raise InvalidInput(
-            f"--window {window} exceeds the {source.positions} positions of {model}; use at most "
+            f"--window {window} exceeds the {source.positions} positions of {asked.model}; use at most "
             f"{source.positions}"
         )
-    calibration = given["calibration"]
+    calibration = asked.calibration
     if calibration != "none" and not names_statistics(calibration):
         check_calibration(calibration)
-    if calibration == "none" and given["refine"]:
+    if calibration == "none" and asked.refine:
         raise InvalidInput(
-            f"--refine {given['refine']} needs text to refine on; leave it out, or use --calibration self"
+            f"--refine {asked.refine} needs text to refine on; leave it out, or use --calibration self"
         )
-    effort = EFFORTS[given["effort"]]
-    taken = {
-        "calibration": calibration,
-        "sequences": effort.sequences if given["sequences"] is None else given["sequences"],
-        "length": _length(source, calibration, window, working_directory(out)),
-        "seed": given["seed"],
-    }
+    effort = EFFORTS[asked.effort]
     return Migration(
-        model=model,
+        model=asked.model,
         source=directory,
-        to=to,
-        steps=_read_steps(source, to, given["steps"]),
-        bound=wanted,
+        to=asked.to,
+        steps=_read_steps(source, asked.to, asked.steps),
+        bound=bound,
         text=content,
-        options=Options(window=window, max_windows=max_windows),
-        calibration=taken,
-        effort=given["effort"],
-        refine=effort.steps if given["refine"] is None else given["refine"],
-        recipe=_read_recipe(source, text, window, out, given),
-        out=out,
-        keep_steps=given["keep_steps"],
-        command=_command(model, to, bound, {**given, "text": text, "max_windows": max_windows}),
+        options=Options(window=window, max_windows=asked.max_windows),
+        calibration={
+            "calibration": calibration,
+            "sequences": effort.sequences if asked.sequences is None else asked.sequences,
+            "length": _length(source, calibration, window, working_directory(asked.out)),
+            "seed": asked.seed,
+        },
+        effort=asked.effort,
+        refine=effort.steps if asked.refine is None else asked.refine,
+        recipe=_read_recipe(source, asked, window, overrides),
+        out=asked.out,
+        keep_steps=asked.keep_steps,
+        command=_command(asked, overrides),
     )
 
 
-def _command(model: str, to: str, bound: str, given: Mapping[str, Any]) -> str:
+def _command(asked: MigrationOptions, overrides: tuple[str, ...]) -> str:
     """Return the command of a migration, with the options that are not at their defaults."""
-    words = ["kvfold", "migrate", model, "--to", to, "--until", bound]
-    for name, field in MigrationOptions.model_fields.items():
-        value = given.get(name)
-        if name not in {"settings", "keep_steps"} and value not in (None, field.default):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    settings = [f"{key}={json.dumps(value)}" for key, value in given.get("settings", {}).items()]
-    for setting in [*given["overrides"], *settings]:
-        words += ["--set", setting]
-    return shlex.join(words)
+    others = {"model", "to", "until", "out", "settings", "keep_steps"}
+    values = asked.model_dump(exclude=others, exclude_defaults=True, exclude_none=True)
+    if "steps" in values:
+        values["steps"] = tuple(map(show_percent, values["steps"]))
+    if "tokens_per_step" in values:
+        values["tokens_per_step"] = show_trained(asked.tokens_per_step)
+    words = words_of(MigrationOptions, {"to": asked.to, "until": asked.until, **values})
+    settings = [f"{key}={json.dumps(value)}" for key, value in asked.settings.items()]
+    words += [word for setting in [*overrides, *settings] for word in ("--set", setting)]
+    return shlex.join(["kvfold", "migrate", asked.model, *words])
 
 
 def _length(source: Source, calibration: str, window: int, partial: Path) -> int | None:
@@ -180,70 +183,69 @@ def _length(source: Source, calibration: str, window: int, partial: Path) -> int
     return None if default_length(source, calibration) <= window else window
 
 
-def _read_steps(source: Source, to: str, shares: str | None) -> tuple[Step, ...]:
+def _read_steps(source: Source, to: str, shares: tuple[float, ...] | None) -> tuple[Step, ...]:
     """Return the sizes, each smaller than the one before; of the defaults, those that the source allows."""
     directory = source.checkpoint.directory
+    given = ",".join(map(show_percent, shares or ()))
     if to == "mqa":
         if shares is not None:
             raise InvalidInput(
-                f"--steps {shares} does not apply to --to mqa, which has one size; use --to gqa for several"
+                f"--steps {given} does not apply to --to mqa, which has one size; use --to gqa for several"
             )
-        return (
-            Step(
-                name="mqa", sizes={}, plan=make_plan(directory, FoldRequest(model=str(directory), to="mqa"))
-            ),
-        )
+        plan = make_plan(directory, FoldRequest(model=str(directory), to="mqa"))
+        return (Step(name="mqa", sizes={}, plan=plan),)
     steps: list[Step] = []
-    for share in (shares or STEPS).split(","):
-        sizes = {"kv_budget": share.strip()}
+    for share in shares or STEPS:
+        # In percent, since the directories of two steps must not begin with each other's names.
+        name = show_percent(share)
+        sizes = {"kv_budget": name if float(read_share(name, "--steps")) == share else str(share)}
         try:
             plan = make_plan(directory, fold_request({"model": str(directory), "to": to, **sizes}))
-            # In percent, since the directories of two steps must not begin with each other's names.
-            name = show_percent(float(read_share(share, "--steps")))
-            step = Step(name=name, sizes=sizes, plan=plan)
-            if steps and step.plan.cache()["ratio"] >= steps[-1].plan.cache()["ratio"]:
+            if steps and plan.cache()["ratio"] >= steps[-1].plan.cache()["ratio"]:
                 raise InvalidInput(
-                    f"{step.name} gives no smaller cache than {steps[-1].name} before it; name falling sizes"
+                    f"{name} gives no smaller cache than {steps[-1].name} before it; name falling sizes"
                 )
         except InvalidInput as reason:
             sentence = renamed(str(reason), {"--kv-budget": "--steps"})
             if shares is not None:
                 raise InvalidInput(
-                    sentence if sentence.startswith("--steps") else f"--steps {shares}: {sentence}"
+                    sentence if sentence.startswith("--steps") else f"--steps {given}: {sentence}"
                 ) from None
-            if not steps and share == STEPS.rpartition(",")[2]:
+            if not steps and share == STEPS[-1]:
                 raise
-            notice(f"there is no step of {share}: {sentence}")
+            notice(f"there is no step of {name}: {sentence}")
             continue
-        steps.append(step)
+        steps.append(Step(name=name, sizes=sizes, plan=plan))
     return tuple(steps)
 
 
-def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[str, Any]) -> Recipe:
+def _read_recipe(source: Source, asked: MigrationOptions, window: int, overrides: tuple[str, ...]) -> Recipe:
     """Return the recipe of every step, with the user's own settings.
 
     Its texts exist, and the evaluation's is not among them.
     """
-    settings = given.get("settings", {})  # of a call in Python, which gives them as values
-    keys = {f"--set {override}": override.partition("=")[0] for override in given["overrides"]}
-    keys |= {f"settings[{key!r}]": key for key in settings}
+    keys = {f"--set {override}": override.partition("=")[0] for override in overrides}
+    keys |= {f"settings[{key!r}]": key for key in asked.settings}  # of a call in Python
     for name, key in keys.items():
         if key in {"student", "output"}:
             raise InvalidInput(f"{name}: every step has its own student and output; leave it out")
-    try:
-        tokens = parse_tokens(given["tokens_per_step"])
-    except ValueError as reason:
-        raise InvalidInput(f"--tokens-per-step {given['tokens_per_step']}: {reason}") from None
-    if not isinstance(tokens, int) or tokens < 1:
-        raise InvalidInput(
-            f"--tokens-per-step {given['tokens_per_step']} is not a number of tokens; write for example 200k "
-            "or 50M"
-        )
-    content = _recipe(source, window, tokens, given["seed"])
-    content["data"]["source"] = given["train"] or ("stdlib" if text == "stdlib" else "self")
-    content |= {"student": str(out), "teacher": str(source.checkpoint.directory), "output": str(out)}
-    content["evaluate"]["source"] = text
-    recipe = as_recipe(content, settings, given["overrides"])
+    tokens, text = asked.tokens_per_step, asked.text
+    content: dict[str, Any] = {  # forward KL, with the batch left to kvfold
+        "schema": 1,
+        "student": str(asked.out),
+        "teacher": str(source.checkpoint.directory),
+        "output": str(asked.out),
+        "data": {
+            "seq_len": window,
+            "seed": asked.seed,
+            "source": asked.train or ("stdlib" if text == "stdlib" else "self"),
+        },
+        "stages": [default_stage(weights_of(source.checkpoint), tokens, window)],
+        # For the curve, and the proof that the text is not trained on.
+        "evaluate": {"source": text, "every": max(1, default_steps(tokens, window) // 5), "windows": 16},
+        "save": {"every": default_save(tokens, window)},
+    }
+    recipe = as_recipe(content, asked.settings, overrides)
     with naming_options():
         for named in recipe.data.sources:
             check_source(named.source)
@@ -258,7 +260,7 @@ def _read_recipe(source: Source, text: str, window: int, out: Path, given: dict[
     for sentence in sentences:
         notice(_with_options(sentence))
     for sentence in recipe.few_steps():
-        notice(f"--tokens-per-step {given['tokens_per_step']}: {sentence}")
+        notice(f"--tokens-per-step {show_trained(tokens)}: {sentence}")
     return recipe
 
 
@@ -279,17 +281,3 @@ def _with_options(sentence: str) -> str:
     for key, option in _OPTIONS.items():
         sentence = re.sub(rf"(?<![\w./-]){re.escape(key)}(?= )", option, sentence)
     return sentence
-
-
-def _recipe(source: Source, window: int, tokens: int, seed: int) -> dict[str, Any]:
-    """Return the default recipe of a step's distillation: forward KL, with the batch left to kvfold."""
-    steps = default_steps(tokens, window)
-    stage = default_stage(weights_of(source.checkpoint), tokens, window)
-    return {
-        "schema": 1,
-        "data": {"seq_len": window, "seed": seed},
-        "stages": [stage],
-        # For the curve, and the proof that the text is not trained on.
-        "evaluate": {"every": max(1, steps // 5), "windows": 16},
-        "save": {"every": default_save(tokens, window)},
-    }

@@ -18,11 +18,11 @@ import click
 from ..checkpoints.cost_blocks import CacheBlock
 from ..checkpoints.eval_json import read_report
 from ..checkpoints.quality_blocks import PerplexityBlock
-from ..checkpoints.record import read_record
+from ..checkpoints.record import read_record, sha256
 from ..convert.algebra.subspaces import decomposing
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
-from ..convert.decide.costs.fold_cost import FoldCost, predict_cost
+from ..convert.decide.fold_cost import FoldCost, predict_cost
 from ..convert.decide.measured.settle import settle
 from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
@@ -32,15 +32,15 @@ from ..core.console import LOG, is_shown, notice
 from ..core.errors import InvalidInput
 from ..core.machine_rates import measure_rates
 from ..core.untrusted import read_json
+from ..core.work import WorkDir, discard_finished
 from ..distill.run.job import distill
 from ..eval.assertions import Unmet, check
-from ..eval.evaluation_journal import reserved
-from ..eval.run import evaluate
+from ..eval.run import evaluate, reserved
 from ..texts.calibration_name import names_statistics
 from ..verification.fresh_process import reason_of
 from ..verification.verify import verify
 from .outcome import arrive, check_places, find_report
-from .request import Migration, Step, claimed, replace_json
+from .request import Migration, Step, claimed_for
 from .request_reader import naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
@@ -62,20 +62,20 @@ def migrate(asked: Migration) -> dict[str, Any]:
     """
     report = find_report(asked)
     if report is not None:
-        with claimed(asked):
-            notice(f"{asked.out} is already complete; removing the remains of its run in {asked.partial}")
+        notice(f"{asked.out} is already complete; removing the remains of its run in {asked.partial}")
+        discard_finished(asked.out)
         return report
     check_places(asked)
-    with claimed(asked):
-        identity = _identity(asked)
+    with claimed_for(asked) as work:
+        identity = work.unit("identity", lambda: _identity(asked))
         found: list[dict[str, Any]] = []
         for number, step in enumerate(asked.steps, 1):
             _say(f"Step {number} of {len(asked.steps)}: {asked.to} {step.name}")
-            found.append(_carry_out(asked, step))
+            found.append(_carry_out(asked, step, work))
             _say(f"Step {number} of {len(asked.steps)}: {_told(asked, found[-1])}")
             if not found[-1]["met"]:
                 break
-        return arrive(asked, identity, found)
+        return arrive(asked, identity, found, work)
 
 
 def _identity(asked: Migration) -> dict[str, Any]:
@@ -83,12 +83,7 @@ def _identity(asked: Migration) -> dict[str, Any]:
 
     If there is no such fold, the result says why.
     """
-    file, place = asked.partial / "identity.json", asked.partial / "identity"
-    if file.exists():
-        earlier: dict[str, Any] = read_json(file)
-        if not _is_identity(earlier):
-            raise InvalidInput(f"{file} is damaged; remove it, and run the same command again")
-        return earlier
+    place = asked.partial / "identity"
     _say("Verify: a fold that keeps everything against the source")
     heads = open_source(asked.source).geometry.num_key_value_heads
     request = FoldRequest(model=asked.model, to="gqa", kv_heads=heads)
@@ -111,28 +106,19 @@ def _identity(asked: Migration) -> dict[str, Any]:
             raise Unmet(f"a fold that keeps everything differs from {asked.model}: {'; '.join(failures)}")
         found = {"checked": True, "kl": distance, "max_logit_difference": seen.measured["max_difference"]}
     shutil.rmtree(place, ignore_errors=True)
-    replace_json(file, found)
     return found
 
 
-def _is_identity(found: dict[str, Any]) -> bool:
-    """Return whether a file holds what `_identity` writes."""
-    numbers = (found.get("kl"), found.get("max_logit_difference"))
-    if found.get("checked") is False:
-        return isinstance(found.get("reason"), str)
-    return found.get("checked") is True and all(type(number) in {int, float} for number in numbers)
-
-
-def _carry_out(asked: Migration, step: Step) -> dict[str, Any]:
+def _carry_out(asked: Migration, step: Step, work: WorkDir) -> dict[str, Any]:
     """Fold, distil and evaluate one size, as far as that is not done; return the findings.
 
     If distillation made it worse, or may have by the bound's own measure, the fold is evaluated too, and the
     better one is used.
     """
-    work = asked.partial.resolve()  # as records spell places
-    folded, distilled = (work / name / step.name for name in ("folded", "distilled"))
+    partial = asked.partial.resolve()  # as records spell places
+    folded, distilled = (partial / name / step.name for name in ("folded", "distilled"))
     if not folded.exists():
-        _fold(asked, step, folded)
+        _fold(asked, step, folded, work)
     if not distilled.exists():
         broken = verify(folded, run=False).failures
         if broken:
@@ -171,9 +157,9 @@ def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[s
     return dict(read_json(file))
 
 
-def _fold(asked: Migration, step: Step, folded: Path) -> None:
+def _fold(asked: Migration, step: Step, folded: Path, work: WorkDir) -> None:
     """Write the fold of one size; statistics are taken once for all."""
-    statistics = _statistics(asked)
+    statistics = _statistics(asked, work)
     calibration = asked.calibration if statistics else {"calibration": "none"}
     request = _request(asked, step, calibration)
     with decomposing("the statistics"):
@@ -213,14 +199,19 @@ def predict_folds(asked: Migration) -> FoldCost:
     return FoldCost(seconds=seconds, peak_bytes=peak)
 
 
-def _statistics(asked: Migration) -> Statistics | None:
+def _statistics(asked: Migration, work: WorkDir) -> Statistics | None:
     kept = asked.partial / "statistics.safetensors"
-    if kept.exists():
+    if kept.exists() and work.units.get("statistics") == sha256(kept):
         return Statistics.load(kept)
+    if "statistics" in work.units:  # they have changed since
+        kept.unlink(missing_ok=True)
     saved = names_statistics(asked.calibration["calibration"]) or asked.calibration["calibration"] == "none"
-    return study(
+    found = study(
         open_source(asked.source), **asked.calibration, save=None if saved else kept, work=asked.partial
     )
+    if not saved:
+        work.add({"statistics": sha256(kept)})
+    return found
 
 
 def _summary(

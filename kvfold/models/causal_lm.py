@@ -17,7 +17,6 @@ from ..checkpoints.directory import SIDE_FILES, TOKENIZER_FILES, check_safetenso
 from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
-from ..checkpoints.tokenizer_growth import check_tokenizer
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable, shorten
 from .dequantised import from_tensors, without_quantisation
@@ -213,7 +212,6 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
             f"{printable(directory)} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
             "model that it was made from into it"
         )
-    check_tokenizer(directory)
     with loading_failures(directory, "tokenizer"):
         config = {"config": source_config(directory)} if carries_own_code(directory) else {}
         tokenizer = AutoTokenizer.from_pretrained(

@@ -15,6 +15,7 @@ number of tokens.
 import hashlib
 import json
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -30,7 +30,7 @@ from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import is_finite
 from ..core.disk import DiskError, disk_sentence, naming
 from ..core.errors import InvalidInput
-from ..core.files import locked, replace_text, save_whole
+from ..core.files import load_whole, locked, replace_text, save_whole
 from ..core.hub import check_depth
 from ..core.units import show_bytes
 from ..core.untrusted import printable, read_json, shorten
@@ -114,6 +114,7 @@ class TeacherCache:
         self._option, self._name = option, f"{option} {directory}"
         self._identity = dict(identity)
         self._files: dict[Path, Any] = {}
+        self._checksums: dict[Path, list[int] | None] = {}  # of each window; none in files before 2026-11-28
         self._places: dict[bytes, tuple[Path, int]] = {}
         self._head: dict[str, Tensor] = {}
         self._form = HeadForm()
@@ -146,6 +147,8 @@ class TeacherCache:
             file = safe_open(path, framework="pt")
             states = file.get_slice("hidden")  # type: ignore[no-untyped-call]
             keys: Tensor = file.get_tensor("keys")  # type: ignore[no-untyped-call]
+            known = "checksums" in file.keys()  # type: ignore[no-untyped-call]  # noqa: SIM118
+            self._checksums[path] = file.get_tensor("checksums").tolist() if known else None  # type: ignore[no-untyped-call]
         except (OSError, SafetensorError) as error:
             reason = printable(" ".join(str(error).split()))[:200]
             raise InvalidInput(f"{self._name}: {path.name} is damaged ({reason}); remove it") from None
@@ -189,7 +192,12 @@ class TeacherCache:
         """
         name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
         keys_NK = torch.tensor([list(key) for key in keys], dtype=torch.uint8)
-        tensors = {"hidden": hidden_NSD.cpu().contiguous(), "keys": keys_NK}
+        hidden_NSD = hidden_NSD.cpu().contiguous()
+        tensors = {
+            "hidden": hidden_NSD,
+            "keys": keys_NK,
+            "checksums": torch.tensor([_checksum(hidden_SD) for hidden_SD in hidden_NSD]),
+        }
         with self._changing():
             save_whole(tensors, self.directory / f"hidden-{name}.safetensors")
 
@@ -221,7 +229,12 @@ class TeacherCache:
         states = []
         for key in keys:
             path, row = self._places[key]
-            states.append(self._files[path][row])
+            state_SD, known = self._files[path][row], self._checksums[path]
+            if known is not None and known[row : row + 1] != [_checksum(state_SD)]:
+                raise InvalidInput(
+                    f"{self._name}: {path.name} has changed since it was written; remove that file"
+                )
+            states.append(state_SD)
         if not all(state.shape == states[0].shape and is_finite(state) for state in states):
             raise InvalidInput(
                 f"{self._name} holds hidden states that are not finite or differ in shape; name another "
@@ -246,13 +259,9 @@ class TeacherCache:
         return self._head["weight"], self._head.get("bias"), self._form
 
     def _read_head(self) -> dict[str, Tensor]:
-        try:
-            tensors = load_file(self.directory / _HEAD)
-        except (OSError, SafetensorError) as error:
-            reason = printable(" ".join(str(error).split()))[:200]
-            raise InvalidInput(
-                f"{self._name}: {_HEAD} is damaged ({reason}); name another directory"
-            ) from None
+        tensors = load_whole(self.directory / _HEAD)
+        if tensors is None:
+            raise InvalidInput(f"{self._name}: {_HEAD} is damaged; name another directory")
         weight, bias = tensors.get("weight"), tensors.get("bias")
         is_right = weight is not None and weight.ndim == 2 and weight.is_floating_point()
         if weight is not None and bias is not None:
@@ -307,6 +316,11 @@ class TeacherCache:
             raise InvalidInput(f"{self._name}: {disk_sentence(error)}") from None
         except (OSError, SafetensorError) as error:
             raise InvalidInput(f"{self._name} cannot be written: {error}") from None
+
+
+def _checksum(state_SD: Tensor) -> int:
+    """Return the CRC-32 of the hidden states of a window."""
+    return zlib.crc32(state_SD.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _tensors_of(head: Any) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import read_saved, study
 from ..convert.calibration.text_length import at_context
-from ..convert.decide.costs.fold_cost import cost_by_default, in_words
+from ..convert.decide.fold_cost import cost_by_default, in_words
 from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.decide.rules.engine_pairs import takes_any_width
 from ..convert.families.source import Source, open_source
@@ -30,9 +30,9 @@ from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
 from .ranking import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
-from .request import PlanRequest, plan_request
+from .request import PlanRequest
 
-__all__ = ["Candidates", "PlanRequest", "plan_request", "recommend"]
+__all__ = ["Candidates", "PlanRequest", "recommend"]
 
 _CONTEXT = 32 * 1024  # tokens of a sequence where the user names no number and the source has as many
 _COLUMNS = (

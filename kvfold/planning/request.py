@@ -1,12 +1,14 @@
 """`PlanRequest`: everything that a user can ask of a comparison of targets."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ..convert.request import Bytes, CalibrationName, Names, Place, Shares, Tokens
-from ..core.settings import LARGEST_SEED, Settings, refuse_texts
+from ..convert.request import CalibrationName, Engines, Shares
+from ..core.cache_dtypes import CacheDtypeName
+from ..core.command_options import Option
+from ..core.option_types import Bytes, Place, Tokens, as_list
+from ..core.settings import LARGEST_SEED, Settings
 
 
 def _with_unit(memory: int) -> int:
@@ -15,67 +17,64 @@ def _with_unit(memory: int) -> int:
     return memory
 
 
+def _once(shares: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(shares))
+
+
 class PlanRequest(Settings):
-    """A comparison of targets as a user asks for it."""
+    """A comparison of targets as a user asks for it: `kvfold plan` takes its fields as options."""
 
     model: str = Field(min_length=1)
     """The source: a directory, or a Hub id with an optional `@revision`."""
-    context: Annotated[Tokens, Field(ge=1)] | None = None
-    """Tokens of each sequence; None: 32k, or the source's positions where these are fewer."""
+    context: Tokens | None = None
+    """Tokens of each sequence, such as 8192 or 8k. Default: 32k, or the source's positions where these are
+    fewer."""
     batch: int = Field(default=1, ge=1)
     """Sequences at once."""
     memory: Annotated[Bytes, AfterValidator(_with_unit)] | None = None
-    """Bytes for weights, cache and activations, of each rank; None: unbounded."""
-    tp: int = Field(default=1, ge=1)
-    """Ranks of tensor parallelism that serve the model."""
-    dcp: int = Field(default=1, ge=1)
-    """Of these, ranks of decode context parallelism, which divides the tokens of repeated heads."""
+    """For weights, cache and activations: 24GB or 24GiB. Default: unbounded."""
+    tp: Annotated[int, Field(ge=1), Option(metavar="N")] = 1
+    """Tensor-parallel ranks; memory and cache are then those of one rank."""
+    dcp: Annotated[int, Field(ge=1), Option(metavar="M")] = 1
+    """Ranks of decode context parallelism among them, which divide the tokens of repeated heads."""
     goal: Literal["quality", "speed"] = "quality"
     """`quality` puts the least predicted loss first; `speed` the fewest bytes moved for a decoded token."""
     tolerance: float = Field(default=0.1, ge=0)
-    """With the goal `speed`: most predicted loss, nats per token."""
-    engines: Names = ()
-    """Engines that must run the output; none: any."""
-    budgets: Shares | None = None
-    """Shares of the source's cache to try for MLA."""
+    """With the `goal` speed: most predicted loss, nats per token; by weights alone, a share of attention's
+    output."""
+    engines: Engines = ()
+    """Engines that must run the output. Default: any."""
+    budgets: Annotated[Shares, AfterValidator(_once)] | None = None
+    """Shares of the source's cache to try for MLA, such as 50%,25%."""
+    cache_dtypes: Annotated[
+        tuple[CacheDtypeName, ...], BeforeValidator(as_list), Option("--cache-dtype", "NAME,...")
+    ] = ()
+    """Number formats of the cache. Every target is compared in each, by its bytes and by the loss in
+    closed-form coordinates for it; * marks those that no other beats in both. Default: the output's dtype."""
     calibration: CalibrationName = "none"
-    """Text that losses are predicted on, as in a `FoldRequest`; `none` predicts from the weights alone. Left
-    out, it is `self` where `save_statistics` is given."""
+    """Text that losses are predicted on, as of `kvfold convert`, or saved statistics (.safetensors); `none`,
+    the weights alone, which ranks roughly; `self` where `save_statistics` is given."""
     layerwise: bool | None = None
-    """Take statistics with one layer in memory at a time; None: when the model does not fit whole."""
+    """Take statistics with one layer in memory at a time. Default: where the model does not fit whole."""
     sequences: int = Field(default=48, ge=1)
     """Calibration sequences."""
     length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a calibration sequence; left out, as in a `FoldRequest`."""
+    """Tokens of a calibration sequence. Default: as `kvfold convert` has it."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)
     """Seed of the calibration."""
-    save_statistics: Place | None = None
-    """File (.safetensors) that keeps the statistics."""
-    cache_dtypes: Names = ()
-    """Number formats of the cache to compare, each with every target; none: the output's dtype."""
+    save_statistics: Annotated[Place, Option(metavar="FILE")] | None = None
+    """File that keeps the statistics (.safetensors)."""
     curve: bool = False
-    """Also predict the loss of targets that do not fit, as a curve over the cache."""
-    png: Place | None = None
-    """Picture of the curve."""
+    """Also predicted loss against cache, for every target whether it fits or not."""
+    png: Annotated[Place, Option(metavar="FILE")] | None = None
+    """Picture of the curve (matplotlib)."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     text_only: bool = False
-    """Of a multimodal checkpoint, plan the text tower alone, as a causal language model."""
+    """Plan the text tower of a multimodal model alone, as a causal language model; otherwise it is folded in
+    its place."""
 
     @model_validator(mode="before")
     @classmethod
     def _statistics_need_text(cls, values: dict[str, Any]) -> dict[str, Any]:
         return values if values.get("save_statistics") is None else {"calibration": "self", **values}
-
-
-def plan_request(values: Mapping[str, Any]) -> PlanRequest:
-    """Return the request that values of Python describe.
-
-    Args:
-        values: by the names of the fields of `PlanRequest`.
-
-    Raises:
-        InvalidInput: names the field, its value and what would be right.
-    """
-    refuse_texts(values, PlanRequest)
-    return PlanRequest.read(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..convert.decide.costs.fold_cost import FoldCost, cost_of
+from ..convert.decide.fold_cost import FoldCost, cost_of
 from ..convert.decide.preparation import prepare
 from ..convert.towers.outlook import tower_report
 from ..convert.towers.tower_targets import check_request, tower_request

@@ -1,8 +1,6 @@
 """The content of a publication: a card, and the files that a checkpoint consists of, by their names."""
 
-import os
 import re
-import zipfile
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -85,8 +83,8 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
         directory is left out, by its name. The name of a directory ends with a slash.
 
     Raises:
-        InvalidInput: a file that is needed is a link to somewhere else or cannot be read; a file to send is a
-            pickle; or a file is half-written.
+        InvalidInput: a file that is needed is a link to somewhere else or cannot be read, or a file is
+            half-written.
     """
     needed = {*_weights(directory), *_NEEDED, *(CODE if carries_own_code(directory) else ())}
     images = _images(card)
@@ -109,7 +107,7 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
             if flaw:
                 left_out[name] = flaw
                 continue
-            files[name] = _sendable_size(path)
+            files[name] = path.stat().st_size
     return files, left_out
 
 
@@ -144,38 +142,3 @@ def _files_in(entry: Path) -> list[Path]:
     if entry.is_symlink():
         return [entry]  # it is left out by its name, and nothing in it is looked at
     return sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())
-
-
-def _sendable_size(path: Path) -> int:
-    """Return the bytes of a file that is sent.
-
-    Raises:
-        InvalidInput: it cannot be read, or is a pickle.
-    """
-    if not os.access(path, os.R_OK):
-        raise InvalidInput(f"{printable(path)} cannot be read; remove it, or make it readable")
-    if _is_pickle(path):
-        raise InvalidInput(
-            f"{printable(path)} is a pickle, which can run code when loaded; only safetensors are published: "
-            f"remove it"
-        )
-    return path.stat().st_size
-
-
-def _is_pickle(path: Path) -> bool:
-    """Return whether a file is a pickle, by its content.
-
-    Pickles of protocol 2 and later begin with their protocol; torch stores one in a zip file with its
-    tensors.
-    """
-    with path.open("rb") as file:
-        head = file.read(4)
-    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return True
-    if head != b"PK\x03\x04":
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith(".pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:
-        return False

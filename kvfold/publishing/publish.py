@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ..core.command_options import read_options, takes
 from ..core.console import Command, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
+from ..core.option_types import Place
+from ..core.settings import Settings
 from ..core.untrusted import printable
 from ..results import Published
 
@@ -122,35 +125,42 @@ def _verified(directory: Path, asked: str | None) -> VerificationReport:
         raise
 
 
-def release(
-    directory: Path, repository: str, *, private: bool, verification: str | None, dry_run: bool
-) -> Published:
-    """Check a checkpoint and upload it, unless the check fails or this is a dry run.
+class PublishRequest(Settings):
+    """A publication as a user asks for it: `kvfold publish` takes its fields as options."""
 
-    Args:
-        directory: the checkpoint.
-        repository: `owner/name`.
-        private: whether a new repository is private.
-        verification: `lint` or `full`; None: full where the source is at hand.
-        dry_run: whether nothing is sent.
+    directory: Place
+    """The checkpoint, which kvfold wrote; it is not changed."""
+    repository: str
+    """`owner/name` of the Hub."""
+    private: bool = False
+    """Make the repository private. Default: the owner's setting."""
+    verify: Literal["full", "lint"] | None = None
+    """`lint` checks the rules of `kvfold verify`, `full` also runs the checkpoint against its source.
+    Default: full where the source is available."""
+    dry_run: bool = False
+    """Show the card and the files; upload nothing and do not use the network."""
+
+
+def release(asked: PublishRequest) -> Published:
+    """Check a checkpoint and upload it, unless the check fails or this is a dry run.
 
     Raises:
         InvalidInput: the checkpoint, the name or the repository cannot be used, or the Hub cannot be reached.
     """
     from .upload import publish
 
-    publication = prepare(directory, repository, private)
-    report = _verified(directory, verification)
+    publication = prepare(asked.directory, asked.repository, asked.private)
+    report = _verified(asked.directory, asked.verify)
     commit: str | None = None
     removed: tuple[str, ...] = ()
     if not report.failures:
         for text in publication.notices:
             notice(text)
-        if not dry_run:
+        if not asked.dry_run:
             done = publish(publication)
             commit, removed = done.commit, done.removed
     return Published(
-        repository=repository,
+        repository=asked.repository,
         card=publication.card,
         files=publication.sizes,
         commit=commit,
@@ -164,20 +174,9 @@ def release(
 @click.command("publish", cls=Command)
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("repository", metavar="REPO")
-@click.option("--private", is_flag=True, help="Make the repository private.  [default: the owner's setting]")
-@click.option(
-    "--verify",
-    type=click.Choice(("full", "lint")),
-    help="`lint` checks the rules of `kvfold verify`, `full` also runs the checkpoint against its source.  "
-    "[default: full where the source is available]",
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Show the card and the files; upload nothing and do not use the network."
-)
+@takes(PublishRequest, without=("directory", "repository"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def main(
-    directory: Path, repository: str, private: bool, verify: str | None, dry_run: bool, as_json: bool
-) -> None:
+def main(as_json: bool, **options: Any) -> None:
     """Publish the checkpoint in DIRECTORY as the repository REPO (owner/name) of the Hub.
 
     The checkpoint is verified first; exit code 3 means that kvfold verify fails. It is then uploaded in one
@@ -189,7 +188,9 @@ def main(
     """
     from ..verification.verify import FAILED
 
-    found = release(directory, repository, private=private, verification=verify, dry_run=dry_run)
+    asked = read_options(PublishRequest, options)
+    directory, repository, private = asked.directory, asked.repository, asked.private
+    found = release(asked)
     if found.verification.failures:
         failures = "; ".join(found.verification.failures)
         click.echo(
@@ -210,7 +211,7 @@ def main(
                 "verify": found.verification.to_dict(),
             }
         )
-    elif dry_run:
+    elif asked.dry_run:
         _show(found, private)
     else:
         removed = f", {', '.join(found.removed)} removed" if found.removed else ""

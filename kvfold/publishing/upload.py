@@ -1,8 +1,7 @@
-"""Upload of a publication to the Hub: large files one after another, then one commit with all files.
+"""Upload of a publication to the Hub by huggingface_hub's `upload_folder`: all files in one commit.
 
-The server keeps large files before a commit refers to them. An interrupted upload therefore resumes at the
-file that was being sent, and the repository never holds half a checkpoint. Only the public interface of
-huggingface_hub is used, which is the same in 1.5 and 2.4.
+The server keeps large files before a commit refers to them. The same command therefore resumes an interrupted
+upload, and the repository never holds half a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,15 +11,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from ..core.console import is_shown, report_progress
 from ..core.errors import InvalidInput
+from ..core.files import link_or_copy
 from ..core.hub import plain_reason
 from .parcel import WEIGHTS, Publication
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
 RESUME = "run the same command again: files that arrived are not sent again"
 
@@ -53,9 +54,8 @@ def publish(publication: Publication) -> Upload:
     api, repository = HfApi(), publication.repository
     if not sys.stderr.isatty():
         disable_progress_bars()  # they would print many lines
-    with _failures(publication):
+    with _failures(publication), TemporaryDirectory(prefix="kvfold-") as place:
         api.whoami()
-        _check_card(api, publication.card)
         api.create_repo(repository, private=publication.private or None, exist_ok=True)
         info = api.model_info(repository)
         there = {sibling.rfilename for sibling in info.siblings or []}
@@ -63,57 +63,27 @@ def publish(publication: Publication) -> Upload:
         if "README.md" in there:
             _check_text(api, publication)
         removed = tuple(sorted(name for name in there - publication.sizes.keys() if WEIGHTS.fullmatch(name)))
-        return Upload(_upload(api, publication, removed, info.sha), removed)
-
-
-def _upload(api: HfApi, publication: Publication, removed: tuple[str, ...], parent: str | None) -> str:
-    """Send the large files, then create the commit with all files; return its id."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    additions = [
-        CommitOperationAdd(name, publication.contents.get(name, str(publication.directory / name)))
-        for name in publication.files
-    ]
-    large = [addition for addition in additions if addition.path_in_repo.endswith(".safetensors")]
-    for addition in _reported(large, publication.files):
-        api.preupload_lfs_files(publication.repository, [addition], free_memory=False)
-    card = CommitOperationAdd("README.md", publication.card.encode())
-    commit = api.create_commit(
-        publication.repository,
-        [card, *additions, *map(CommitOperationDelete, removed)],
-        commit_message=f"Publish {publication.directory.resolve().name} with kvfold",
-        parent_commit=parent,
-    )
-    return str(commit.oid)
-
-
-def _reported(additions: list[CommitOperationAdd], sizes: dict[str, int]) -> Iterator[CommitOperationAdd]:
-    """Yield files and print a line for each, except on a terminal, where the library shows its own bars."""
-    total, sent = sum(sizes[addition.path_in_repo] for addition in additions), 0
-    for number, addition in enumerate(additions, 1):
-        yield addition
-        sent += sizes[addition.path_in_repo]
-        report_progress("on the Hub", number, len(additions))
-        if is_shown() and not sys.stderr.isatty():
-            progress = f"{number}/{len(additions)} files, {sent / 1e9:,.3f} of {total / 1e9:,.3f} GB"
-            print(f"on the Hub: {progress}", file=sys.stderr, flush=True)
-
-
-def _check_card(api: HfApi, card: str) -> None:
-    """Have the Hub validate the card's metadata, before anything large is sent.
-
-    ModelCard.validate is not used, since before huggingface_hub 2 it ignores the configured endpoint.
-    """
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
-    answer = get_session().post(
-        f"{api.endpoint}/api/validate-yaml", json={"content": card, "repoType": "model"}
-    )
-    if answer.status_code == 400:
-        raise InvalidInput(
-            f"the Hub refuses the metadata of README.md: {' '.join(answer.text.split())[:300]}"
+        _lay_out(publication, Path(place))
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=place,
+            commit_message=f"Publish {publication.directory.resolve().name} with kvfold",
+            parent_commit=info.sha,
+            delete_patterns=list(removed) or None,
         )
-    hf_raise_for_status(answer)
+    return Upload(str(commit.oid), removed)
+
+
+def _lay_out(publication: Publication, folder: Path) -> None:
+    """Link the files of a publication into an empty folder, and write those that are sent otherwise there."""
+    written = {**publication.contents, "README.md": publication.card.encode()}
+    for name in publication.sizes:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if name in written:
+            place.write_bytes(written[name])
+        else:
+            link_or_copy(publication.directory.resolve() / name, place, symbolic=True)
 
 
 def _check_repository(publication: Publication, there: set[str], private: bool) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..checkpoints.directory import Checkpoint, check_output, check_side_files, copy_side_files
+from ..checkpoints.identity import check_unchanged
 from ..checkpoints.quantised.packed_checkpoint import is_quantised
 from ..checkpoints.quantised.packed_tensor import module_of
 from ..checkpoints.record import SCHEMA, describe, is_folded, read_record, write_record
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
-from ..checkpoints.unchanged import check_unchanged
 from ..convert.families.recognition import is_multimodal
 from ..core.console import progress
 from ..core.errors import InvalidInput

@@ -133,7 +133,7 @@ def _read_rows(source: DocumentSource) -> tuple[str, ...]:
     """Return the documents of a file in the order in which a recipe's `evaluate.source` has them."""
     documents: list[str] = []
     characters = 0
-    for texts in read_texts(source, seed=0, complete=True):
+    for texts in read_texts(source, seed=0):
         documents += texts
         characters += sum(map(len, texts))
         if characters > _LARGEST:

@@ -22,11 +22,9 @@ from typing import Any, Literal
 
 from ..core.disk import disk_error, disk_sentence, is_full
 from ..core.errors import InvalidInput
-from ..core.memory import system_bytes
 from ..core.untrusted import parse_json, printable
-from . import text_files
 from .standard_library import stdlib_documents
-from .text_files import builder_of, compression, expansion_limit, find_files, is_plain_text
+from .text_files import builder_of, compression, find_files, is_plain_text
 from .text_flaws import first_flaw
 from .token_parts import PART
 
@@ -35,9 +33,6 @@ SHUFFLE_BUFFER = 2000  # documents, from which the next one is drawn; all of the
 # Errors of `datasets` for missing and unreachable sources, and of it and the decompressors for damaged ones.
 UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error, ImportError, NotImplementedError)
 _CHECKED = 2**26  # bytes of a JSON file that is checked before it is read in this process
-# Bytes that another process may take of memory, whatever the size of a file. Of Parquet it holds a group of
-# rows, which is mostly 0.1 to 1 GB.
-LEAST_MEMORY = 2**32
 _PLAIN = "plain"  # instead of the name of a builder: whole files of text, not compressed
 _NO_ROWS = "BatchSize must be greater than 0"  # Arrow's word for a Parquet file whose first group has no row
 
@@ -80,8 +75,6 @@ class RowsRequest:
         split: the split.
         seed: of the shuffle buffer; None for the order in which rows are stored.
         batch: rows of each dictionary.
-        least_expansion: bytes to which any compressed file may expand.
-        memory: bytes that a process which only reads them may allocate.
         is_downloaded: whether a data set is read from the cache of `datasets`, after a download if that is
             needed; otherwise its rows are streamed.
     """
@@ -92,8 +85,6 @@ class RowsRequest:
     split: str
     seed: int | None
     batch: int
-    least_expansion: int
-    memory: int
     is_downloaded: bool = False
 
 
@@ -174,33 +165,20 @@ def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:
     Raises:
         InvalidInput: there is neither cache nor network, or the data set is damaged.
     """
-    least, memory = text_files.LEAST_EXPANSION, system_bytes()
-    request = RowsRequest(source.place, source.config, (), source.split, None, BATCH, least, memory, True)
+    request = RowsRequest(source.place, source.config, (), source.split, None, BATCH, is_downloaded=True)
     return _read_apart(request, source)
 
 
 def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsRequest:
-    least = text_files.LEAST_EXPANSION
     if source.place == "stdlib":
-        return RowsRequest("stdlib", source.field, (), "train", seed, batch, least, system_bytes())
+        return RowsRequest("stdlib", source.field, (), "train", seed, batch)
     files = find_files(source.place, source.option)
-    memory = _memory_for(files)
     if not files:
-        return RowsRequest(source.place, source.config, (), source.split, seed, batch, least, memory)
+        return RowsRequest(source.place, source.config, (), source.split, seed, batch)
     builder = builder_of(files[0]) or "text"
     if builder == "text" and not any(map(compression, files)):
         builder = _PLAIN
-    return RowsRequest(builder, None, tuple(map(str, files)), "train", seed, batch, least, memory)
-
-
-def _memory_for(files: Iterable[Path]) -> int:
-    """Return the bytes that reading files, or a data set if there are none, may take of the free memory.
-
-    Parquet stores a repeated value once, so a file of a few hundred bytes may expand without limit.
-    """
-    sizes = [file.stat().st_size for file in files]
-    most = expansion_limit(max(sizes), LEAST_MEMORY) if sizes else system_bytes()
-    return min(most, system_bytes())
+    return RowsRequest(builder, None, tuple(map(str, files)), "train", seed, batch)
 
 
 def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
@@ -277,8 +255,8 @@ def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
         return InvalidInput(f"{source.called} cannot be read: {disk_sentence(of_disk)}")
     if isinstance(error, MemoryError):
         return InvalidInput(
-            f"{source.called} takes more memory than is free, or than a file of its size needs; write it "
-            "with shorter documents and, as Parquet, with smaller row groups"
+            f"{source.called} takes more memory than is free; write it with shorter documents and, as "
+            "Parquet, with smaller row groups"
         )
     if _NO_ROWS in str(error):
         return InvalidInput(f"{source.called} holds a Parquet file without rows; leave that file out")

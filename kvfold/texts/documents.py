@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.untrusted import is_text, parse_json, printable
 from .calibration_name import parts
 from .document_rows import DocumentSource
-from .sources import check_empty, read_texts
+from .sources import read_texts
 from .text_files import (
     can_open,
     compression,
@@ -140,19 +141,21 @@ def _cut(file: Path, block: int) -> Iterator[str]:
 
 
 def _read_lines(file: Path, generator: torch.Generator) -> Iterator[str]:
-    """Yield all documents of a .jsonl file in a random order, without empty ones."""
+    """Yield all documents of a .jsonl file in a random order; rows without a text are counted."""
     name = printable(file)
-    documents: list[str] = []
-    empty = 0
+    rows: list[Any] = []
     with _errors_of(file), open_text(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                documents.append(_read_line(line, f"{name} line {number}"))
-            empty = 0 if line.strip() and documents[-1] else empty + 1
-            check_empty(empty, name)
-    for index in torch.randperm(len(documents), generator=generator).tolist():
-        if documents[index]:
-            yield documents[index]
+                rows.append(parse_json(line, f"{name} line {number}", len(line)).get("text"))
+    others = sum(not is_text(row) for row in rows)
+    if rows and others == len(rows):
+        raise InvalidInput(f'{name} has no text in a field "text"; give objects that hold a document in it')
+    if others:
+        notice(f'{name}: {others} of {len(rows)} rows have no text in the field "text" and were left out')
+    for index in torch.randperm(len(rows), generator=generator).tolist():
+        if rows[index] and is_text(rows[index]):
+            yield rows[index]
 
 
 @contextmanager
@@ -175,15 +178,6 @@ def _errors_of(file: Path) -> Iterator[None]:
         raise InvalidInput(f"{name} cannot be read: {printable(str(error))}") from None
 
 
-def _read_line(line: str, name: str) -> str:
-    row = parse_json(line, name, limit_bytes=len(line))
-    if "text" not in row:
-        raise InvalidInput(f'{name} has no field "text"; give JSON objects that hold a document in it')
-    if not is_text(row["text"]):
-        raise InvalidInput(f'{name} holds no text in its field "text"; give a string')
-    return str(row["text"])
-
-
 def _read_stream(text: str, seed: int) -> Iterator[str]:
     """Yield the documents that `datasets` opens, without empty ones."""
     source = DocumentSource(text, option=_OPTION, field_option="")
@@ -197,7 +191,7 @@ def _read_stream(text: str, seed: int) -> Iterator[str]:
             field=field or "text",
             field_option=f"FIELD of {name}:{config}:{split or 'train'}:FIELD",
         )
-    for texts in read_texts(source, seed, complete=exists(text)):  # a row of a file can be corrected
+    for texts in read_texts(source, seed):
         yield from texts
 
 

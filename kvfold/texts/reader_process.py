@@ -4,11 +4,11 @@ import os
 import pickle
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from ..core.memory import system_bytes
 from ..core.system_calls import limit_memory
 from .document_rows import UNREADABLE, Frame, explain, open_rows
-from .text_files import BoundedStream, expansion_limit
 
 
 def main() -> None:
@@ -16,7 +16,6 @@ def main() -> None:
     request, source = pickle.load(sys.stdin.buffer)
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # no library's print comes between the frames
-    _bound_decompressors(request.least_expansion)
 
     def write(frame: Frame) -> None:
         pickle.dump(frame, frames, protocol=pickle.HIGHEST_PROTOCOL)
@@ -24,7 +23,7 @@ def main() -> None:
 
     try:
         _wait_for_no_threads()
-        limit_memory(request.memory)  # now that `datasets` has been imported
+        limit_memory(system_bytes())  # now that `datasets` has been imported
         for columns in open_rows(request):
             write(("rows", dict(columns)))
         write(("end", None))
@@ -56,18 +55,3 @@ def _wait_for_no_threads() -> None:
     from datasets import config
 
     config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
-
-
-def _bound_decompressors(least: int) -> None:
-    """Let the decompressors of `fsspec`, which `datasets` uses, refuse what expands too far."""
-    from fsspec.compression import compr, register_compression  # type: ignore[import-untyped]
-
-    for name in [name for name in ("gzip", "xz", "lzma", "bz2", "zstd") if name in compr]:
-        original = compr[name]
-
-        def open_bounded(infile: Any, mode: str = "rb", original: Any = original, **kwargs: Any) -> Any:
-            size = infile.seek(0, os.SEEK_END)
-            infile.seek(0)
-            return BoundedStream(original(infile, mode=mode, **kwargs), expansion_limit(size, least))
-
-        register_compression(name, open_bounded, [], force=True)

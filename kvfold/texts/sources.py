@@ -8,70 +8,50 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.console import notice
 from ..core.errors import InvalidInput
 from ..core.untrusted import is_text, printable
 from .document_rows import DocumentSource, LongText, NoDocuments, read_batches
 from .text_files import compression, find_files, flaw_of_utf8, is_plain_text
-from .text_flaws import line_without, utf8_flaw
+from .text_flaws import utf8_flaw
 
-MOST_EMPTY = 10**6  # rows without text, one after the other; a small compressed file may hold many more
 _NO_FILES = ("stdlib", "self")  # the standard library, and text that the teacher writes
 
 
-def read_field(source: DocumentSource, seed: int, *, complete: bool = False) -> Iterator[list[Any]]:
+def read_field(source: DocumentSource, seed: int) -> Iterator[list[Any]]:
     """Yield the values of a source's field in batches, in an order of the seed, without empty ones.
+
+    Rows without a value are left out; a notice reports how many.
 
     Args:
         source: anything but `self`.
         seed: of the shuffle buffer.
-        complete: whether every row must have the field.
 
     Raises:
-        InvalidInput: the source cannot be read, has no such field, or has a million rows without a value one
-            after the other.
+        InvalidInput: the source cannot be read, or has no such field.
     """
-    empty = 0
-    for columns in read_batches(source, seed):
-        found = columns[source.field]
-        if complete and any(value is None for value in found):
-            raise InvalidInput(
-                f"{source.called}: {_row_without(source)} has no {source.field!r}; give "
-                "every row one, or remove that row"
-            )
-        values = [value for value in found if value]
-        empty = 0 if values else empty + len(found)
-        check_empty(empty, source.called, source.place)
-        if values:
-            yield values
+    absent = read = 0
+    try:
+        for columns in read_batches(source, seed):
+            found = columns[source.field]
+            absent += sum(value is None for value in found)
+            read += len(found)
+            if values := [value for value in found if value]:
+                yield values
+    finally:
+        if absent:
+            notice(f"{source.called}: {absent} of {read} rows have no {source.field!r} and were left out")
 
 
-def _row_without(source: DocumentSource) -> str:
-    return line_without(find_files(source.place, source.option), source.field)
-
-
-def check_empty(rows: int, name: str, place: str | None = None) -> None:
-    """Check the number of rows without text that were read one after the other.
-
-    Args:
-        rows: their number so far.
-        name: of what is read, for the error.
-        place: as of a `DocumentSource`, where it may be a data set on the Hub; None for a file.
-
-    Raises:
-        InvalidInput: there are more than a million.
-    """
-    if rows > MOST_EMPTY:
-        remedy = "remove them" if place is None or local_files(place) else "name another source"
-        raise InvalidInput(f"{name} has more than {MOST_EMPTY:,} empty rows one after the other; {remedy}")
-
-
-def read_texts(source: DocumentSource, seed: int, *, complete: bool = False) -> Iterator[list[str]]:
+def read_texts(source: DocumentSource, seed: int) -> Iterator[list[str]]:
     """Yield documents of plain text in batches, as `read_field` does, each a string.
+
+    Rows whose value is no text are left out, too.
 
     Raises:
         InvalidInput: as of `read_field`, and if the field is not text.
     """
-    for texts in read_long_texts(source, seed, complete=complete):
+    for texts in read_long_texts(source, seed):
         if any(isinstance(text, LongText) for text in texts):
             # Only one of the long ones is in memory.
             yield from ([text if isinstance(text, str) else "".join(text)] for text in texts)
@@ -79,13 +59,23 @@ def read_texts(source: DocumentSource, seed: int, *, complete: bool = False) -> 
             yield texts  # type: ignore[misc]
 
 
-def read_long_texts(
-    source: DocumentSource, seed: int, *, complete: bool = False
-) -> Iterator[list[str | LongText]]:
+def read_long_texts(source: DocumentSource, seed: int) -> Iterator[list[str | LongText]]:
     """Yield documents as `read_texts` does, but those of long plain files as iterables of their parts."""
-    for texts in read_field(source, seed, complete=complete):
-        check_text([text for text in texts if not isinstance(text, LongText)], source)
-        yield texts
+    others = read = 0
+    try:
+        for values in read_field(source, seed):
+            texts = [value for value in values if isinstance(value, LongText) or is_text(value)]
+            if not texts and others == read:
+                check_text(values, source)
+            read += len(values)
+            others += len(values) - len(texts)
+            if texts:
+                yield texts
+    finally:
+        if others:
+            notice(
+                f"{source.called}: {others} of {read} rows hold no text in {source.field!r} and were left out"
+            )
 
 
 def first_rows(source: DocumentSource, count: int) -> list[dict[str, Any]]:
@@ -103,14 +93,16 @@ def first_rows(source: DocumentSource, count: int) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def check_text(values: Sequence[Any], source: DocumentSource) -> None:
-    """Check that the values of a field are strings.
+def check_text(values: Sequence[Any], source: DocumentSource) -> list[str]:
+    """Return the strings among the values of a field.
 
     Raises:
-        InvalidInput: one of them is not.
+        InvalidInput: there are values, and none of them is a string.
     """
-    if not all(map(is_text, values)):
+    texts = [value for value in values if is_text(value)]
+    if values and not texts:
         raise InvalidInput(f"{source.called}: the field {source.field!r} holds no text; name one that does")
+    return texts
 
 
 def local_files(place: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Files of texts: their kinds and compressions, the files that a name stands for, and bounded decompression.
+"""Files of texts: their kinds and compressions, the files that a name stands for, and their decompression.
 
 A file that is named itself may have any suffix: it is plain text if it is UTF-8. Of directories and globs
 only files of known kinds are taken. Only regular files are read. Of a directory, only those that resolve
@@ -9,7 +9,6 @@ import bz2
 import codecs
 import glob
 import gzip
-import io
 import lzma
 import os
 from collections.abc import Callable
@@ -23,9 +22,6 @@ KINDS = ".txt, .jsonl, .json or .parquet (also .gz, .xz, .bz2, .zst)"
 _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 _DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _COMPRESSIONS = {*_DECOMPRESSORS, ".zst"}
-# A compressed file may expand to the larger of the two. Prose shrinks to a fifth, logs to a thirtieth.
-LEAST_EXPANSION = 2**28  # bytes
-EXPANSION = 100  # times the compressed size
 _BEGINNING = 2**16  # bytes of a file of another suffix, by which text is recognised; of what is read at once
 
 
@@ -73,11 +69,6 @@ def find_files(name: str, option: str) -> list[Path]:
     if len({builder_of(file) for file in found}) > 1:
         raise InvalidInput(
             f"{option} {shown} holds files of several kinds; name one, e.g. {shown.rstrip('/')}/*.jsonl"
-        )
-    if chained := [file for file in found if "::" in str(file)]:
-        raise InvalidInput(
-            f"{option} {printable(chained[0])} has :: in its path, which `datasets` takes for a chain of "
-            "addresses; rename it"
         )
     return found
 
@@ -154,15 +145,8 @@ def _is_inside(file: Path, directory: Path) -> bool:
 
 
 def open_text(file: Path) -> Any:
-    """Open a text file that is plain or compressed by .gz, .xz or .bz2, as UTF-8.
-
-    Returns:
-        A text stream. Reading it raises `ExpandsTooFar` when a compressed file turns out to be a bomb.
-    """
-    if not compression(file):
-        return file.open(encoding="utf-8")
-    limit = expansion_limit(file.stat().st_size)
-    return io.TextIOWrapper(BoundedStream(_DECOMPRESSORS[compression(file)](file, "rb"), limit), "utf-8")
+    """Open a text file that is plain or compressed by .gz, .xz or .bz2, as a stream of UTF-8."""
+    return _DECOMPRESSORS.get(compression(file), open)(file, "rt", encoding="utf-8")
 
 
 def flaw_of_utf8(file: Path) -> int | None:
@@ -189,75 +173,3 @@ def flaw_of_utf8(file: Path) -> int | None:
 def can_open(file: Path) -> bool:
     """Return True if `open_text` knows the compression of a file."""
     return compression(file) in {"", *_DECOMPRESSORS}
-
-
-def expansion_limit(size: int, least: int | None = None) -> int:
-    """Return the most bytes that a compressed file of so many bytes may expand to."""
-    return max(LEAST_EXPANSION if least is None else least, EXPANSION * size)
-
-
-class ExpandsTooFar(ValueError):
-    """A compressed file that expands to more than the limit."""
-
-
-class BoundedStream(io.BufferedIOBase):
-    """A stream of bytes that ends in an error where it holds more than a limit.
-
-    Args:
-        stream: what is read.
-        limit: bytes.
-    """
-
-    def __init__(self, stream: Any, limit: int) -> None:
-        self._stream = stream
-        self._limit = limit
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True if the stream can seek."""
-        return bool(self._stream.seekable())
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return int(self._stream.tell())
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position within the limit and return it."""
-        position = int(self._stream.seek(offset, whence))
-        self._check(position)
-        return position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return up to `size` bytes, or all."""
-        return self._read_by(self._stream.read, size)
-
-    def read1(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes."""
-        return self.read(size if size > 0 else io.DEFAULT_BUFFER_SIZE)
-
-    def readline(self, size: int | None = -1) -> bytes:
-        """Return one line of bytes, or its first `size` bytes."""
-        return self._read_by(self._stream.readline, size)
-
-    def close(self) -> None:
-        """Close the stream."""
-        if not self.closed:
-            self._stream.close()
-        super().close()
-
-    def _read_by(self, read: Callable[[int], bytes], size: int | None) -> bytes:
-        """Return what a method of the stream reads of at most `size` bytes, and one beyond the limit."""
-        most = self._limit + 1 - self.tell()
-        content = bytes(read(most if size is None or size < 0 else min(size, most)))
-        self._check(self.tell())
-        return content
-
-    def _check(self, position: int) -> None:
-        if position > self._limit:
-            raise ExpandsTooFar(
-                f"it expands to more than {self._limit} bytes, over {EXPANSION} times its size; decompress "
-                "it first if it is a text"
-            )

@@ -33,33 +33,6 @@ def first_flaw(files: Sequence[Path], place: str) -> str | None:
     return None
 
 
-def line_without(files: Sequence[Path], field: str) -> str:
-    """Return the first line of files of JSON lines that has no value in a field, or `a row`.
-
-    Args:
-        files: of texts; only uncompressed .jsonl and .json are searched, and lists of rows are not.
-        field: its name.
-    """
-    for file in files:
-        if compression(file) or builder_of(file) != "json" or file.stat().st_size > _LARGEST:
-            continue
-        for number, content in _values(file):
-            if not number:
-                continue
-            try:
-                row = json.loads(content)
-            except (
-                ValueError,
-                RecursionError,
-            ):  # Arrow also reads objects of several lines, and two of one line
-                return "a row"
-            if not isinstance(row, dict):
-                return "a row"
-            if row.get(field) is None:
-                return f"line {number}" if len(files) == 1 else f"{printable(file)} line {number}"
-    return "a row"
-
-
 def utf8_flaw(name: str, byte: int) -> str:
     """Return half a sentence for a text that is not UTF-8 from a byte on."""
     return f"{name} is not UTF-8 text (byte {byte}); save it as UTF-8"

@@ -114,15 +114,9 @@ def run_llama_cpp(
 
     Returns:
         The checks, and their numbers.
-
-    Raises:
-        InvalidInput: as of `check_tokenizer`.
     """
-    from ..checkpoints.tokenizer_growth import check_tokenizer
     from ..texts.corpus import read_text
 
-    for checkpoint in filter(None, (directory, source)):
-        check_tokenizer(checkpoint)  # the converter, the programs and the probe all read a text with it
     with TemporaryDirectory() as place:
         work = Path(place)
         text = work / "text.txt"

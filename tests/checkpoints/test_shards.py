@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.checkpoints import directory, shards
+from kvfold.checkpoints import shards
 from kvfold.checkpoints.directory import Checkpoint
 from kvfold.checkpoints.shards import HEADER_LIMIT, INDEX, ShardWriter, TensorSpec, read_header
 from kvfold.core.errors import InvalidInput
@@ -41,36 +41,12 @@ def test_a_writer_that_cannot_be_opened_holds_no_file(
             os.fstat(descriptor)
 
 
-def test_a_header_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    file = write_header(tmp_path / "model.safetensors", b'{"__metadata__":{},"a":%b,"b":%b}' % (row, row))
-    monkeypatch.setattr(shards, "_MOST_TENSORS", 2)
-    assert set(read_header(file)) == {"a", "b"}
-    monkeypatch.setattr(shards, "_MOST_TENSORS", 1)
-    with pytest.raises(InvalidInput, match="has a header of more than 1 tensors, the most that are read"):
-        read_header(file)
-    monkeypatch.setattr(shards, "_MOST_METADATA", 1)
-    write_header(file, b'{"__metadata__":{"format":"pt","a":"b"}}')
-    with pytest.raises(InvalidInput, match="has 2 entries in __metadata__, and at most 1 are read"):
-        read_header(file)
-    write_header(file, b" " * (HEADER_LIMIT + 1))
+def test_a_header_that_would_fill_the_memory(tmp_path: Path) -> None:
+    file = write_header(tmp_path / "model.safetensors", b" " * (HEADER_LIMIT + 1))
     with pytest.raises(
         InvalidInput, match="and at most 33554432 are read; save the checkpoint in more files"
     ):
         read_header(file)
-
-
-def test_an_index_of_more_tensors_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    row = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    write_header(tmp_path / "x.safetensors", b'{"a":%b,"b":%b}' % (row, row))
-    index = {"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    monkeypatch.setattr(directory, "_MOST_TENSORS", 2)
-    assert set(Checkpoint(tmp_path)) == {"a", "b"}
-    monkeypatch.setattr(directory, "_MOST_TENSORS", 1)
-    with pytest.raises(InvalidInput, match="names 2 tensors, and at most 1 are read"):
-        Checkpoint(tmp_path)
 
 
 def test_no_shard_is_read_after_one_that_the_index_contradicts(tmp_path: Path) -> None:
@@ -80,5 +56,5 @@ def test_no_shard_is_read_after_one_that_the_index_contradicts(tmp_path: Path) -
     (tmp_path / "2.safetensors").write_bytes(b"not read")
     index = {"metadata": {}, "weight_map": {"b": "1.safetensors", "c": "2.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(InvalidInput, match="disagrees with its shards about b and 1 more"):
+    with pytest.raises(InvalidInput, match="disagrees with its shards about b;"):
         Checkpoint(tmp_path)

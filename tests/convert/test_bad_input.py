@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "is not a share of the source's cache",
     ),
     "method of another target": (nothing, (*MLA, "--method", "mean"), "choose from subspace"),
-    "shard size": (nothing, (*MLA, "--shard-size", "many"), "write for example 500MB or 5GB"),
+    "shard size": (nothing, (*MLA, "--shard-size", "many"), "it should be a size, for example 500MB or 5GB"),
     "no config": (lambda source: (source / "config.json").unlink(), MLA, "has no config.json"),
     "config no JSON": (
         lambda source: (source / "config.json").write_text("{"),
@@ -157,7 +157,11 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "has no model.layers.1.self_attn.v_proj.weight",
     ),
     "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
-    "missing size": (config_with(num_attention_heads=None), MLA, "config.json has num_attention_heads None"),
+    "missing size": (
+        config_with(num_attention_heads=None),
+        MLA,
+        "cannot read config.json: Field 'num_attention_heads' expected int",
+    ),
     "unknown family": (
         config_with(model_type="mamba"),
         MLA,
@@ -346,7 +350,10 @@ def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are
     words = [str(source), *MLA, "--calibration", "self"]
     monkeypatch.setattr(study, "_whole_model", lambda *_: pytest.fail("statistics were taken"))
     for more, sentence in (
-        (("--out", str(tmp_path / "out")), "out.partial exists and is not a half-written output of kvfold"),
+        (
+            ("--out", str(tmp_path / "out")),
+            "out.partial exists and is not unfinished work of this user's kvfold",
+        ),
         (("--out", "/proc/out"), "cannot write /proc/out"),
         (
             ("--out", str(free), "--save-statistics", "/proc/s.safetensors"),

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -65,7 +66,6 @@ def test_a_notice_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         ("--verbos", "No such option"),
         ("eval recipes/demo --txet stdlib", "No such option"),
         ("eval", "Missing argument 'MODEL'"),
-        ("convert recipes/demo", "Missing option '--to'. Choose from: gqa, mqa, mla; see"),
         ("distill explain", "Missing argument 'RECIPE"),
         (
             "eval recipes/demo --window many",
@@ -266,3 +266,35 @@ def test_the_time_left_counts_what_is_worked_on_side_by_side(
     assert list(console.progress(range(8), "fold", 8, at_once=4)) == list(range(8))
     said = [line.partition(", ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == ["10 s left", "11 s left", "12 s left", "13 s left", "", "", "", "0 s left"]
+
+
+def _of_library(name: str, kind: type[BaseException]) -> Callable[[], None]:
+    """Return a function of a module of some name that raises an error inside of a function of json."""
+    names = {"__name__": name, "kind": kind, "json": json}
+    code = "def act():\n def fail(pairs): raise kind('no unknown token')\n json.loads('{}', object_hook=fail)"
+    exec(code, names)
+    act: Callable[[], None] = names["act"]  # type: ignore[assignment]
+    return act
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("transformers.models.x", KeyError, "transformers fails on the files that it was given (KeyError: "),
+        ("datasets.load", TypeError, "datasets fails on the files"),
+        ("transformers.y", Exception, "the tokenizer fails on a text ('no unknown token')"),
+        ("kvfold.texts", Exception, "the tokenizer fails on a text"),
+    ],
+)
+def test_errors_of_libraries_are_sentences(name: str, kind: type[Exception], says: str) -> None:
+    act = _of_library(name, kind)
+    done = CliRunner().invoke(click.command(cls=Command)(lambda: act()))
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("kvfold.x", ValueError), ("somebody", Exception)])
+def test_other_errors_are_not_hidden(name: str, kind: type[Exception]) -> None:
+    done = CliRunner().invoke(click.command(cls=Command)(_of_library(name, kind)))
+    assert isinstance(done.exception, kind)

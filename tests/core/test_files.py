@@ -19,7 +19,6 @@ from kvfold.core.files import (
     check_makeable,
     locked,
     remove_left,
-    remove_own,
     rename_whole,
     replace_text,
     save_whole,
@@ -116,19 +115,6 @@ def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "pictures"]
 
 
-def test_a_finished_directory_loses_what_it_does_not_need(tmp_path: Path) -> None:
-    partial = tmp_path / "out.partial"
-    partial.mkdir()
-    for name in ("model", "journal"):
-        (partial / name).write_text(name)
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(InvalidInput, match="taken exists"):
-        rename_whole(partial, tmp_path / "taken", [partial / "journal"])
-    assert (partial / "journal").exists()  # so that the same command resumes
-    rename_whole(partial, tmp_path / "out", [partial / "journal"])
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
-
-
 def test_every_level_of_a_finished_directory_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,22 +144,6 @@ def test_inside_our_own_directory_a_killed_runs_file_is_replaced(tmp_path: Path)
     os.link(tmp_path / "notes.json", tmp_path / "linked.json")
     replace_text(tmp_path / "notes.json", "newer")
     assert (tmp_path / "linked.json").read_text() == "new"
-
-
-def test_only_our_own_is_removed(tmp_path: Path) -> None:
-    place = tmp_path / "out.partial"
-    (place / "folder").mkdir(parents=True)
-    for name in ("ours", "theirs"):
-        (place / name).write_text(name)
-    left = remove_own(place, lambda path: path.name == "ours")
-    assert [path.name for path in left] == ["folder", "theirs"]
-    assert sorted(path.name for path in place.iterdir()) == ["folder", "theirs"]
-    (tmp_path / "link").symlink_to(place)
-    assert remove_own(tmp_path / "link", lambda path: True) == []
-    assert (place / "theirs").exists()
-    (place / "folder").rmdir()
-    assert remove_own(place, lambda path: True) == []
-    assert not place.exists()
 
 
 HOLDER = """

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.cli import main
-from kvfold.convert.write import fold_journal, rewrite
+from kvfold.convert.write import rewrite
 from kvfold.core.processes import gather_rows, place, processes, sum_over_ranks, together
+from kvfold.core.work import WorkDir
 
 from ..support.tiny import make, same_bytes
 from ..support.warm_python import warm_python
@@ -186,18 +186,18 @@ def test_files_are_removed_once_every_process_has_let_go(
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = float("nan")
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    remove_own, free = fold_journal.remove_own, []
+    discard, free = WorkDir.discard, []
 
-    def check_free(directory: Path, is_own: Callable[[Path], bool]) -> list[Path]:
-        if (directory / "lock-1").exists():
+    def check_free(work: WorkDir) -> list[Path]:
+        if (work.path / "lock-1").exists():
             try:
-                FileLock(directory / "lock-1").acquire(timeout=0).lock.release()
+                FileLock(work.path / "lock-1").acquire(timeout=0).lock.release()
                 free.append(True)
             except Timeout:
                 free.append(False)
-        return remove_own(directory, is_own)
+        return discard(work)
 
-    monkeypatch.setattr(fold_journal, "remove_own", check_free)
+    monkeypatch.setattr(WorkDir, "discard", check_free)
     command = [str(broken), "--to", "mla", "--rank", "24", "--calibration", "none", "--out"]
     ((result, code, _),) = run_in_two([[*command, str(tmp_path / "out")]], SLOW)
     assert (result.exit_code, code) == (2, 2), result.output
@@ -225,7 +225,7 @@ def test_killed_processes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.M
         assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
     alone = CliRunner().invoke(main, [*command, str(out)])
-    assert "another kvfold is writing" in alone.output
+    assert "another kvfold is at work in" in alone.output
     for process in started:
         process.kill()
         process.communicate()

@@ -1,11 +1,18 @@
 """Numbers with units: what is accepted, exactly how much it is, and what is refused."""
 
-import click
 import pytest
-from click.testing import CliRunner
 
 from kvfold.core.errors import InvalidInput
-from kvfold.core.units import ByteSize, parse_tokens, read_share, read_size, show_bytes, show_percent
+from kvfold.core.units import (
+    parse_bytes,
+    parse_context,
+    parse_tokens,
+    read_share,
+    show_bytes,
+    show_context,
+    show_percent,
+    show_trained,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,33 +25,26 @@ from kvfold.core.units import ByteSize, parse_tokens, read_share, read_size, sho
         ("24GiB", 24 * 2**30),
         ("1.5GB", 15 * 10**8),
         ("77", 77),
+        (" .5 tb ", 5 * 10**11),
         ("9007199254740993B", 2**53 + 1),  # which a float does not hold
     ],
 )
-def test_bytes_are_read_by_functions_and_options_alike(text: str, size: int) -> None:
-    assert read_size(text, "--memory", "bytes") == size
-
-    @click.command()
-    @click.option("--shard-size", type=ByteSize(), default="5GB")
-    def main(shard_size: int) -> None:
-        click.echo(repr(shard_size))
-
-    assert CliRunner().invoke(main, ["--shard-size", text]).stdout == f"{size}\n"
-    assert CliRunner().invoke(main, []).stdout == "5000000000\n"
-    refused = CliRunner().invoke(main, ["--shard-size", "many"])
-    assert refused.exit_code == 2
-    assert "'many' is not a size; write for example 500MB or 5GB" in refused.stderr
+def test_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "0.1", "-1GB", "5XB", "nan", "1e9", "9" * 400, "٣GB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match=r"^--memory .* is not a number of bytes; write for example 24GB"):
-        read_size(text, "--memory", "bytes")
+    with pytest.raises(ValueError, match=r"^it should be a size, for example 500MB or 5GB$"):
+        parse_bytes(text)
 
 
 def test_a_context_is_binary_and_a_training_budget_is_decimal() -> None:
-    assert read_size("32k", "--context", "tokens") == 32768
+    assert [parse_context(text) for text in ("32k", "8192", "1.5K")] == [32768, 8192, 1536]
     assert parse_tokens("32k") == 32000
+    for wrong in ("", "k", "0", "-1k", "32kb", "1e3", "nan", "32 k k", "3٢", "9" * 400):
+        with pytest.raises(ValueError, match=r"^it should be a number of tokens, for example 8192 or 8k$"):
+            parse_context(wrong)
 
 
 def test_tokens_of_a_recipe() -> None:
@@ -67,3 +67,5 @@ def test_numbers_are_shown() -> None:
     sizes = (12, 1.5e3, 24e9, 2e12, 1.234e16)
     assert [show_bytes(size) for size in sizes] == ["12 B", "1.5 KB", "24 GB", "2 TB", "12,340 TB"]
     assert [show_percent(share) for share in (0.25, 0.125, 0.333)] == ["25%", "12.5%", "33.3%"]
+    assert [show_context(tokens) for tokens in (32768, 131072, 500)] == ["32k", "128k", "500"]
+    assert [show_trained(tokens) for tokens in (200_000, 5 * 10**7, 1024)] == ["200k", "50M", "1024"]

@@ -37,10 +37,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         ("[1]", {}, "holds a list; give an object of JSON"),
         ("null", {}, "holds nothing; give an object of JSON"),
         ("{}", {"top": list}, "holds an object; give a list of JSON"),
-        ('{"a": 1, "a": 2}', {"unique_keys": True}, "has the key 'a' twice"),
-        ('{"a": NaN}', {"constants": False}, "holds NaN"),
-        ('{"a": -Infinity}', {"constants": False}, "holds -Infinity"),
-        ('{"a": ' + "9" * 5000 + "}", {}, "too many digits"),
+        ('{"a": ' + "9" * 5000 + "}", {}, "is not JSON"),
         ('{"a": "' + "x" * 200 + '"}', {"limit_bytes": 100}, "more than 100 bytes"),
     ],
 )
@@ -55,7 +52,6 @@ def test_json_that_is_read() -> None:
     brackets = "[{" * DEEP + '\\"'
     assert parse_json(f'{{"a": "{brackets}", "b": [{{}}]}}', "here")["b"] == [{}]
     assert parse_json('{"a": 1, "a": 2}', "here") == {"a": 2}
-    assert parse_json('{"a": 1, "b": 2}', "here", unique_keys=True, constants=False) == {"a": 1, "b": 2}
     assert parse_json(b"\xef\xbb\xbf[NaN]", "here", top=None) != [0]
     assert parse_json("[" * 64 + "]" * 64, "here", top=list)
     assert parse_json("[[], " * 40 + "0" + "]" * 40, "here", top=list)
@@ -82,8 +78,8 @@ TOO_DEEP = "more than 64 levels|exceeded maximum nesting depth"
         ("a: " + "{b: " * DEEP, {}, TOO_DEEP),
         ("- " * DEEP, {"top": None}, "more than 64 levels"),
         (LAUGHS, {}, "aliases written out"),
-        ("a: &a [*a]", {}, r"alias \*a"),
-        ("a: *b", {}, r"alias \*b"),
+        ("a: *b", {}, "is not YAML"),
+        ("a: &a [*a]", {}, "more than 64 levels"),
         ("a: [1", {}, "is not YAML"),
         ("a: !!python/object/apply:os.system [true]", {}, "is not YAML"),
         ("a: !!bool maybe", {}, "is not YAML"),
@@ -112,13 +108,6 @@ def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sen
 
 
 @pytest.mark.usefixtures("loader")
-@pytest.mark.parametrize("digits", ["1:" + ":".join(["59"] * 300_000), "0x" + "f" * 10**6, "-" + "7" * 5000])
-def test_a_number_of_yaml_that_would_take_a_minute(digits: str) -> None:
-    with pytest.raises(InvalidInput, match="here holds a number of too many digits; give a shorter one"):
-        parse_yaml(f"a: {digits}", "here")
-
-
-@pytest.mark.usefixtures("loader")
 def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]", "here")["d"] == [{"b": 1}] * 2
     assert parse_yaml("", "here", top=None) is None
@@ -126,13 +115,6 @@ def test_yaml_that_is_read() -> None:
     assert parse_yaml("a: 1\na: 2", "here") == {"a": 2}
     merged = "a: &x {b: 1}\nc: &y {d: 1}\ne: {<<: *x, b: 2, <<: *y}\nf: *x\n1: 0\n'1': 0"
     assert parse_yaml(merged, "here", unique_keys=True)["e"] == {"b": 2, "d": 1}
-
-
-def test_a_file_of_more_lists_than_memory_should_hold(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text('{"a": [[], {}]}')
-    assert read_json(tmp_path / "a", containers=4)
-    with pytest.raises(InvalidInput, match="a holds more than 3 lists and objects; shorten it"):
-        read_json(tmp_path / "a", containers=3)
 
 
 def test_files(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Commands leave the user's files alone, whatever their names, and a killed run resumes next to them."""
 
-import json
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,7 @@ from kvfold.convert.calibration.statistics import RUN_DIGITS, Statistics, read_r
 from kvfold.convert.cli import main as convert_main
 from kvfold.convert.write import rewrite
 from kvfold.core.errors import InvalidInput
-from kvfold.core.files import write_whole
-from kvfold.eval.evaluation_journal import EvaluationJournal, reserved
+from kvfold.eval.run import reserved
 
 from ..support.tiny import make, same_bytes
 from ..support.warm_python import warm_python
@@ -41,77 +40,6 @@ def content(directory: Path) -> dict[str, bytes | str | None]:
     }
 
 
-FINGERPRINT = json.dumps("0" * 64) + "\n"
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"journal.jsonl": "mine\n"},
-        {"journal.jsonl": '["my diary", {}]\n'},
-        {"journal.jsonl": FINGERPRINT, "thesis.txt": "mine"},
-        {"journal.jsonl": FINGERPRINT, "folder/thesis.txt": "mine"},
-        {"lock": "mine"},
-        {"model.safetensors": "mine"},
-        {"journal.jsonl.partial": "mine"},
-    ],
-)
-def test_a_working_directory_of_somebody_else_is_refused_untouched(
-    tmp_path: Path, files: dict[str, str]
-) -> None:
-    source, partial = make(tmp_path / "source"), tmp_path / "out.partial"
-    for name, text in files.items():
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        (partial / name).write_text(text)
-    before = content(partial)
-    result = convert(source, "--calibration", "none", out=tmp_path / "out")
-    assert result.exit_code == 2
-    assert (
-        "is not a half-written output of kvfold" in result.output
-        or "which kvfold did not write" in result.output
-    )
-    assert content(partial) == before
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_working_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    source = make(tmp_path / "source")
-    (tmp_path / "mine").mkdir()
-    for target in ("mine", "nowhere"):
-        (tmp_path / "out.partial").symlink_to(target)
-        result = convert(source, "--calibration", "none", out=tmp_path / "out")
-        assert result.exit_code == 2
-        assert "out.partial exists and is not a half-written output" in result.output
-        (tmp_path / "out.partial").unlink()
-    assert not any((tmp_path / "mine").iterdir())
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"lock": ""},
-        {"lock": "", "journal.jsonl.partial": ""},
-        {"journal.jsonl": ""},
-        {
-            "journal.jsonl": FINGERPRINT + '["layer 0", {"mea',
-            "model.safetensors": "cut off",
-        },  # earlier versions
-        {"lock": "", "lock-1": "", "journal.jsonl": FINGERPRINT, "journal-1.jsonl": FINGERPRINT},
-    ],
-)
-def test_what_a_killed_run_leaves_is_taken_over(tmp_path: Path, files: dict[str, str]) -> None:
-    source = make(tmp_path / "source")
-    assert convert(source, "--calibration", "none", out=tmp_path / "whole").exit_code == 0
-    (tmp_path / "out.partial").mkdir()
-    for name, text in files.items():
-        (tmp_path / "out.partial" / name).write_text(text)
-    result = convert(source, "--calibration", "none", out=tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert same_bytes(tmp_path / "out", tmp_path / "whole") == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "whole"]
-
-
 def test_an_error_leaves_files_that_came_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make(tmp_path / "source")
 
@@ -132,7 +60,7 @@ def test_a_foreign_file_never_becomes_part_of_an_output(
     """All work is kept until the file is moved."""
     source = make(tmp_path / "source")
     assert convert(source, "--calibration", "none", out=tmp_path / "whole").exit_code == 0
-    foreign, fold, folded = tmp_path / "out.partial" / "thesis.txt", rewrite.fold, []
+    foreign, fold, folded = tmp_path / "out.partial" / "model" / "thesis.txt", rewrite.fold, []
 
     def write(plan: Any, number: int) -> Any:
         foreign.write_text("mine")
@@ -140,10 +68,10 @@ def test_a_foreign_file_never_becomes_part_of_an_output(
         return fold(plan, number)
 
     monkeypatch.setattr(rewrite, "fold", write)
-    for _ in range(2):
+    for words in ("thesis.txt, which kvfold did not write; move it", "it holds model/thesis.txt; move it"):
         result = convert(source, "--calibration", "none", out=tmp_path / "out")
         assert result.exit_code == 2
-        assert "thesis.txt, which kvfold did not write; move it" in result.output
+        assert words in result.output
         assert foreign.read_text() == "mine"
     layers = list(folded)
     foreign.rename(tmp_path / "thesis.txt")
@@ -241,6 +169,22 @@ def test_statistics_that_another_run_saved_with_other_numbers_are_refused(
     assert resumed.exit_code == 0, resumed.output  # with these numbers, as the sentence says
 
 
+def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
+    """Its shapes are the same; a copy of the source is the source, and earlier files do not say."""
+    source, file, earlier = make(tmp_path / "source"), tmp_path / "s.safetensors", tmp_path / "e.safetensors"
+    assert convert(source, *SELF, "--save-statistics", str(file), out=tmp_path / "out").exit_code == 0
+    replace(Statistics.load(file), source="").save(earlier)
+    other, copy = make(tmp_path / "other", seed=7), Path(shutil.copytree(source, tmp_path / "copy"))
+    words = ("--refine", "0", "--calibration")
+    refused = convert(other, *words, str(file), out=tmp_path / "refused")
+    assert refused.exit_code == 2
+    assert f"holds statistics of another model than {other}, whose weights differ; collect" in refused.stderr
+    assert convert(copy, *words, str(file), out=tmp_path / "copied").exit_code == 0
+    told = convert(other, *words, str(earlier), out=tmp_path / "taken")
+    assert told.exit_code == 0
+    assert "does not say of which model its statistics are" in told.stderr
+
+
 def test_statistics_are_saved_next_to_a_users_partial_file(tmp_path: Path) -> None:
     (tmp_path / "s.safetensors.partial").write_text("mine")
     options = (*SELF, "--save-statistics", str(tmp_path / "s.safetensors"))
@@ -254,55 +198,7 @@ def test_an_evaluation_leaves_the_users_names_alone(tmp_path: Path) -> None:
     (tmp_path / "e.json.new").symlink_to(elsewhere)
     with reserved(out) as (journal, write):
         journal.begin({})
-        journal.keep("ppl/student", 1)
+        journal.add({"ppl/student": 1})
         write("{}")
     assert (out.read_text(), elsewhere.read_text()) == ("{}", "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json", "e.json.new", "elsewhere"]
-
-
-@pytest.mark.parametrize("report", ["{}", '{"of": "another evaluation"}'])
-def test_a_journal_that_a_kill_left_next_to_its_report_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str
-) -> None:
-    """The next start removes it, unless it does not belong to this very report."""
-    out = tmp_path / "e.json"
-
-    def killed(file: Path, content: str) -> None:
-        write_whole(file, content)
-        raise KeyboardInterrupt
-
-    with reserved(out) as (journal, write):
-        journal.begin({})
-        journal.keep("ppl/student", 1)
-        monkeypatch.setattr("kvfold.eval.evaluation_journal.write_whole", killed)
-        with pytest.raises(KeyboardInterrupt):
-            write("{}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.json", "e.json.partial"]
-    out.write_text(report)
-    with pytest.raises(InvalidInput, match="exists; name another file"), reserved(out):
-        pytest.fail("the report exists")
-    left = ["e.json"] if report == "{}" else ["e.json", "e.json.partial"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-def test_a_second_evaluation_of_one_out_says_so(tmp_path: Path) -> None:
-    with reserved(tmp_path / "e.json") as (journal, _):
-        journal.begin({})
-        journal.keep("ppl/student", 1)
-        before = content(tmp_path)
-        with (
-            pytest.raises(InvalidInput, match=r"--out .*e\.json: another kvfold is writing it; wait for it"),
-            reserved(tmp_path / "e.json"),
-        ):
-            pytest.fail("two evaluations write one file")
-        assert content(tmp_path) == before
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a write that fails the system names no file."""
-    journal = EvaluationJournal(tmp_path / "e.json.partial")
-    journal.begin({})
-    monkeypatch.setattr(journal, "_file", Path("/dev/full"))
-    with pytest.raises(InvalidInput, match=r"/dev/full cannot be written: No space left on device; "):
-        journal.keep("ppl/student", 1)

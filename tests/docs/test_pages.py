@@ -88,11 +88,9 @@ def test_options_in_sentences_exist() -> None:
     for page in PAGES:
         for found in re.findall(r"(?<!`)`kvfold ([^`\n]+)`(?!`)", (ROOT / page).read_text(encoding="utf-8")):
             words = found.split()
-            if words[0] in main.commands:
-                known = {name for parameter in main.commands[words[0]].params for name in parameter.opts}
-                known |= {
-                    name for parameter in main.commands[words[0]].params for name in parameter.secondary_opts
-                }
+            command = main.get_command(click.Context(main), words[0])
+            if command is not None:
+                known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
                 given = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
                 assert given <= known | {"--help", "--processes"}, f"{page}: {found}"
             else:

@@ -3,7 +3,9 @@ it.
 """
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints.record import other_weights, read_record, write_record
 from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
+from kvfold.eval import subject
 from kvfold.eval.cli import main as evaluate
+from kvfold.eval.suites import perplexity
 from kvfold.texts.corpus import read_text
 from kvfold.verification.cli import main as verify
 from kvfold.verification.verify import verify as check
@@ -67,6 +71,28 @@ def test_weights_that_another_tool_trained_are_reported(make: Make, tmp_path: Pa
     assert found.detail.startswith(sentence)
     assert found.passed is None
     assert not report.failures, "training with another tool is no failure"
+
+
+@pytest.mark.parametrize("when", ["before the weights are loaded", "while suites are measured"])
+def test_numbers_of_other_weights_are_not_recorded(
+    when: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The identity in a report is that of the weights that were read."""
+    model, other, text = make(seed=13), make(seed=14), tmp_path / "text.txt"
+    text.write_text("one line and another\n" * 20)
+    place, name = (subject, "load") if when.startswith("before") else (perplexity, "measure")
+    real = getattr(place, name)
+
+    def exchange(*given: Any, **named: Any) -> Any:
+        shutil.copyfile(other / "model.safetensors", model / "model.safetensors")
+        return real(*given, **named)
+
+    monkeypatch.setattr(place, name, exchange)
+    words = ["--text", str(text), "--window", "32", "--suite", "ppl", "--out", str(tmp_path / "e.json")]
+    done = CliRunner().invoke(evaluate, [str(model), *words])
+    assert done.exit_code == 2, done.output
+    assert f"{model / 'model.safetensors'} changed while it was read; run the same command" in done.stderr
+    assert not (tmp_path / "e.json").exists()
 
 
 def test_the_files_that_hold_the_weights_count(tmp_path: Path) -> None:

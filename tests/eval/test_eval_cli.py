@@ -132,9 +132,9 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
     for out, sentence in (
         ("x" * 250 + ".json", "cannot be written: File name too long; name another file, or"),
         ("link.json", "exists; name another file"),
-        ("own.json", "own.json.partial exists; move it, or name another file"),
-        ("dir.json", "dir.json.partial exists; move it, or name another file"),
-        *([("/proc/x.json", "--out /proc/x.json cannot be written: ")] if Path("/proc").is_dir() else []),
+        ("own.json", "own.json.partial exists and is not unfinished work of this user's kvfold"),
+        ("dir.json", "dir.json.partial exists and is not unfinished work of this user's kvfold"),
+        *([("/proc/x.json", "cannot write /proc/x.json.partial: ")] if Path("/proc").is_dir() else []),
     ):
         check_mistake(run(mha, "--text", file, "--out", tmp_path / out), sentence)
     assert (tmp_path / "own.json.partial").read_text() == "mine"
@@ -142,7 +142,7 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
 
 
 def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "eval.json.partial").touch()  # as an evaluation that was killed leaves it
+    (tmp_path / "eval.json.partial").mkdir(mode=0o700)  # as an evaluation that was killed leaves it
     check_mistake(
         run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"),
         "--window 65 exceeds",
@@ -191,13 +191,13 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
         (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
         (["--teacher", "./absent"], "./absent is not a directory"),
         (["--out", "/absent/eval.json"], "there is no directory /absent"),
-        (["--suite", "pl"], "--suite pl: pl is not a suite; known are ppl, fidelity, storage"),
-        (["--suite", ","], "--suite names nothing; known are ppl"),
+        (["--suite", "pl"], "--suite is 'pl'; pl is not a suite; known are ppl, fidelity, storage"),
+        (["--suite", ","], "--suite is ','; it names nothing; known are ppl"),
         (
             ["--suite", "ppl", "--memory", "1GB"],
             "--memory belongs to the suite cache, which --suite does not name",
         ),
-        (["--memory", "much"], "'much' is not a size"),
+        (["--memory", "much"], "--memory is 'much'; it should be a size, for example 500MB or 5GB"),
         (
             ["--suite", "ppl", "--assert", "kl.mean<1"],
             "names the suite fidelity, which is not run; add it to --suite",

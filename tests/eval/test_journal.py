@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvfold.core.errors import InvalidInput
 from kvfold.eval.cli import main
-from kvfold.eval.evaluation_journal import EvaluationJournal, reserved
+from kvfold.eval.run import reserved
 from kvfold.texts.corpus import Text
 
 
@@ -63,10 +62,9 @@ def test_a_killed_run_resumes_and_gives_the_same_report(
     stop_after(2)
     with pytest.raises(Killed):
         run(*common, "--out", out)
-    assert partial.is_file()
     assert not out.exists()
-    with partial.open("ab") as journal:
-        journal.write(b'{"part": "scores/student+te')  # a line that was being written
+    with (partial / "journal.jsonl").open("ab") as journal:
+        journal.write(b'["scores/student+te')  # a line that was being written
     stop_after(3)
     with pytest.raises(Killed):
         run(*common, "--out", out)
@@ -84,67 +82,12 @@ def test_another_evaluation_does_not_take_up_the_parts(
     arguments = (mha, "--teacher", other, "--text", file, "--device", "cpu", "--out", out)
     with reserved(out) as (journal, _):
         journal.begin({"student": "another checkpoint"})
-        journal.keep("cache/student", 1)
-    begun = partial.read_text()
+        journal.add({"cache/student": 1})
+    begun = (partial / "journal.jsonl").read_text()
     result = run(*arguments)
     assert result.exit_code == 2
-    assert f"{partial} is of an interrupted evaluation with another --batch-size, " in result.stderr
     assert (
-        "student, teacher, text, versions; repeat its command to resume it, or move it away" in result.stderr
+        f"{partial} holds 1 finished parts of another command, which differs in student (was "
+        in result.stderr
     )
-    assert partial.read_text() == begun
-
-
-def test_parts_are_measured_once_and_come_back_as_json(tmp_path: Path) -> None:
-    file = tmp_path / "x.partial"
-    first = EvaluationJournal(file)
-    first.begin({"asked": (1, Path("a"))})
-    assert first.part("speed/student", lambda: {"times": (1, 2)}) == {"times": [1, 2]}
-    again = EvaluationJournal(file)
-    again.begin({"asked": (1, Path("a"))})
-    assert again.part("speed/student", lambda: pytest.fail("measured twice")) == {"times": [1, 2]}
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        again.keep("speed/teacher", float("nan"))
-
-
-def test_a_journal_may_have_any_size(tmp_path: Path) -> None:
-    """A long text has many windows; what was measured of them is not measured again."""
-    file = tmp_path / "eval.json.partial"
-    long = EvaluationJournal(file)
-    long.begin({"student": "one"})
-    for number in range(9):
-        long.keep(f"ppl/{number}", "x" * 2**25)
-    assert file.stat().st_size > 2**28
-    again = EvaluationJournal(file)
-    again.begin({"student": "one"})
-    assert again.parts == long.parts
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "mine",
-        "[1]\n",
-        '{"schema": 2}\n',
-        "{",
-        '{"part": 1, "value": 2}\n',
-        "{\n",
-        '{"mine": 1}',
-        '{"kvfold_eval": 1',
-    ],
-)
-def test_somebody_elses_file_is_left_alone(tmp_path: Path, content: str) -> None:
-    partial = tmp_path / "eval.json.partial"
-    partial.write_text(content)
-    if content.startswith('{"kvfold'):  # what a kill may leave of the first line
-        with reserved(tmp_path / "eval.json") as (journal, write):
-            journal.begin({})
-            write("{}")
-        assert (tmp_path / "eval.json").read_text() == "{}"
-        return
-    with (
-        pytest.raises(InvalidInput, match=r"partial exists; move it, or name another file"),
-        reserved(tmp_path / "eval.json"),
-    ):
-        pytest.fail("went on")
-    assert partial.read_text() == content
+    assert (partial / "journal.jsonl").read_text() == begun

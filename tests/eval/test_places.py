@@ -17,8 +17,7 @@ from kvfold.core.errors import InvalidInput
 from kvfold.eval import stored_teacher
 from kvfold.eval import subject as subject_module
 from kvfold.eval.cli import main
-from kvfold.eval.options import Options
-from kvfold.eval.request import EvalRequest, eval_request
+from kvfold.eval.options import EvalRequest, Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import Subject
 from kvfold.models import teacher_cache
@@ -235,7 +234,8 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
 
 
 def test_python_takes_memory_as_a_text() -> None:
-    request = eval_request("fold", "stdlib", ("ppl",), None, {"device_map": "auto", "cpu_memory": "90KB"})
+    given = {"model": "fold", "text": "stdlib", "device_map": "auto", "cpu_memory": "90KB"}
+    request = EvalRequest.take(given)
     assert request.options.cpu_memory == 90_000
 
 
@@ -244,4 +244,4 @@ def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InvalidInput, match="--device-map auto uses all devices in one process; start kvfold without a"
     ):
-        EvalRequest(model="fold", text="stdlib", options=Options(device_map="auto"))
+        EvalRequest.take({"model": "fold", "text": "stdlib", "device_map": "auto"})

@@ -24,6 +24,7 @@ from kvfold.eval.options import Options
 from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import measured_checkpoint
+from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.texts.corpus import Text
 
 from .conftest import Make
@@ -75,7 +76,7 @@ def test_the_table_has_a_cell_for_each_model_in_every_line(mha: Path, other: Pat
         (None, ["", "student", "teacher"]),
     ):
         options = Options(device="cpu", window=32, cache_dtype="int8")
-        result = evaluate(mha, other, text, options, parent, settings={"memory": 10**9})
+        result = evaluate(mha, other, text, options, parent, settings=SuiteSettings(memory=10**9))
         assert result.columns == columns
         assert {len(row) for row in result.rows} == {len(columns)}
         assert all(isinstance(cell, str) for row in result.rows for cell in row)
@@ -89,8 +90,8 @@ def test_every_line_of_the_table_is_explained(mha: Path, other: Path, text: Text
     options = Options(device="cpu", window=32, cache_dtype="int8")
     settings = {"memory": 10**9}
     found = [
-        evaluate(mha, other, text, options, other, settings=settings),
-        evaluate(mha, other, text, OPTIONS, settings=settings),
+        evaluate(mha, other, text, options, other, settings=SuiteSettings.take(settings)),
+        evaluate(mha, other, text, OPTIONS, settings=SuiteSettings.take(settings)),
     ]
     lines = {row[0].strip() for result in found for row in result.rows}
     assert {line for line in lines if not any(re.fullmatch(label, line) for label in known)} == set()
@@ -159,14 +160,18 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
     from types import ModuleType
 
     from kvfold.core.errors import InvalidInput
+    from kvfold.core.settings import Settings
     from kvfold.eval.suites import catalogue as suites
 
     @dataclass(frozen=True)
     class Weights:
         count: dict[str, int]
 
-    def check(settings: dict[str, Any]) -> None:
-        if settings.get("unit") == "furlong":
+    class Unit(Settings):
+        unit: str = "one"
+
+    def check(settings: Unit) -> None:
+        if settings.unit == "furlong":
             raise InvalidInput("--unit furlong is none")
 
     def rows(found: Weights, roles: tuple[str, ...]) -> list[list[str]]:
@@ -182,7 +187,8 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
         }
     )
     monkeypatch.setitem(sys.modules, "kvfold.eval.suites.weights", module)
-    monkeypatch.setitem(suites.SUITES, "weights", suites.Suite(module="weights", summary="how many weights"))
+    row = suites.Suite(module="weights", summary="how many weights", settings=Unit)
+    monkeypatch.setitem(suites.SUITES, "weights", row)
     result = evaluate(mha, mha, None, OPTIONS, suites=("cache", "weights"))
     count = result.suites["weights"].count["student"]
     assert count > 10_000
@@ -190,4 +196,4 @@ def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.to_json()["suites"]["weights"] == {"count": {"student": count, "teacher": count}}
     assert isinstance(result, Result)
     with pytest.raises(InvalidInput, match="furlong"):
-        evaluate(mha, None, None, OPTIONS, suites=("weights",), settings={"unit": "furlong"})
+        evaluate(mha, None, None, OPTIONS, suites=("weights",), settings=Unit(unit="furlong"))

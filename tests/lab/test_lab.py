@@ -244,7 +244,10 @@ def test_plot(tmp_path: Path) -> None:
         ([], "lab needs a shape or a model"),
         (["--d-model", "1024", "--heads", "46"], "give --head-dim too"),
         (["--d-model", "64", "--heads", "4", "--kv-heads", "3"], "do not divide into 3"),
-        (["--d-model", "64", "--heads", "4", "--lengths", "4k,x"], "--lengths 'x' is not a number of tokens"),
+        (
+            ["--d-model", "64", "--heads", "4", "--lengths", "4k,x"],
+            "--lengths is 'x'; it should be a number of tokens",
+        ),
         (
             ["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
             "--device abacus is not available",

@@ -8,8 +8,6 @@ import pytest
 
 import kvfold
 from kvfold.migration import outcome, steps
-from kvfold.migration.cli import main
-from kvfold.migration.migration_options import MigrationOptions
 
 from ..support.migrations import DEMO, unproven
 
@@ -54,12 +52,12 @@ def test_a_bound_that_no_step_holds_and_then_another_one(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"to": "mha"}, "to is 'mha'; it should be one of gqa, mqa, mla"),
-        ({"until": 1.02}, "until is 1.02; it should be a text such as 'ppl<1.02x'"),
+        ({"to": "mha"}, "to is 'mha'; it should be 'gqa', 'mqa' or 'mla'"),
+        ({"until": 1.02}, "until is 1.02; it should be text"),
         ({"until": "cache.ratio<0.5"}, "until 'cache.ratio<0.5' bounds the cache, which steps decides"),
         ({"window": 1}, "window is 1; it should be"),
         ({"window": "32"}, "window is '32'; it should be a whole number, not a text"),
-        ({"tokens_per_step": "many"}, "tokens_per_step many"),
+        ({"tokens_per_step": "many"}, "tokens_per_step is 'many'; it should be a number of tokens"),
         ({"seed": 2**63}, f"seed is {2**63}; it should be less than or equal to {2**63 - 1}"),
         ({"seeds": 3}, "unknown name 'seeds'; did you mean 'seed'"),
         ({"settings": {"stages.0.lr": object()}}, r"recipe: stages\[0\].lr is <object"),
@@ -87,11 +85,3 @@ def test_advice_names_the_argument_of_settings(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(steps, "migrate", refuse)
     with pytest.raises(kvfold.InvalidInput, match=r"^add settings evaluate\.every=1 to resume it"):
         kvfold.migrate(DEMO, "gqa", until="kl<1", out=tmp_path / "out")
-
-
-def test_options_have_the_defaults_of_the_command() -> None:
-    words = ["model", "--to", "gqa", "--until", "kl<1", "--out", "out"]
-    defaults = main.make_context("migrate", words).params
-    for name, field in MigrationOptions.model_fields.items():
-        if name != "settings":  # the command has them as --set
-            assert defaults[name] == field.default, name

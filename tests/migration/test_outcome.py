@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvfold.core.work import WorkDir
 from kvfold.migration import cli, request_reader, steps
-from kvfold.migration import request as migration
-from kvfold.migration.request import replace_json, working_directory
+from kvfold.migration.request import begun_request, replace_json, working_directory
 
 from ..support.migrations import arguments, interrupt, invoke, unproven
 
@@ -75,8 +75,10 @@ def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
     out = tmp_path / "out"
     words = [*arguments(texts, out, steps="50%"), "--json"]
     unproven(monkeypatch)
+    discard = WorkDir.discard
     with monkeypatch.context() as patch:
-        patch.setattr(migration, "_remove", interrupt)
+        ends = {working_directory(out): interrupt}
+        patch.setattr(WorkDir, "discard", lambda work: ends.get(work.path, discard)(work))
         assert invoke(words).exit_code == 130
     assert out.exists()
     again = invoke(words)
@@ -128,7 +130,8 @@ def test_a_begun_run_keeps_the_length_of_its_calibration(
                 patch.setattr(steps, stop, interrupt)
             assert invoke(words).exit_code == (130 if stop else 0)
         if stop:
-            record = json.loads((working_directory(out) / "asked.json").read_text())
+            record = begun_request(working_directory(out))
+            assert record is not None
             assert record["calibration"]["length"] == length
             again = invoke(words)
             assert again.exit_code == 0, again.output
@@ -137,15 +140,22 @@ def test_a_begun_run_keeps_the_length_of_its_calibration(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_damaged_record_of_a_run_is_one_sentence(content: str, texts: Path, tmp_path: Path) -> None:
-    """Also of a dry run, which reads it and writes nothing."""
+def test_a_migration_of_an_earlier_version_is_resumed(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had a record of its request in place of a journal."""
+    unproven(monkeypatch)
     out = tmp_path / "out"
+    words = arguments(texts, out, steps="50%")
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "distill", interrupt)
+        assert invoke(words).exit_code == 130
     partial = working_directory(out)
-    partial.mkdir()
-    (partial / "asked.json").write_text(content)
-    done = invoke([*arguments(texts, out), "--dry-run"])
-    assert (done.exit_code, done.stdout) == (2, "")
-    told = f"Error: {partial / 'asked.json'} is damaged; remove {partial} to start again"
-    assert done.stderr.strip() == told
-    assert [path.name for path in partial.iterdir()] == ["asked.json"]
+    replace_json(partial / "asked.json", begun_request(partial))
+    (partial / "journal.jsonl").unlink()
+    partial.chmod(0o755)
+    other = invoke([*words, "--seed", "1"])
+    assert (other.exit_code, "differs in calibration.seed (was 0)" in other.stderr) == (2, True)
+    monkeypatch.setattr(steps, "rewrite", None)
+    assert invoke(words).exit_code == 0
+    assert not partial.exists()

@@ -175,4 +175,4 @@ def test_a_table_marks_the_front(statistics: Path) -> None:
 def test_an_unknown_format_is_refused() -> None:
     done = CliRunner().invoke(main, ["plan", str(DEMO), "--cache-dtype", "int3"])
     assert done.exit_code == 2
-    assert "cache dtype 'int3' is not known; use one of bfloat16" in done.output
+    assert "--cache-dtype is 'int3'; it should be 'bfloat16', 'fp8_e4m3'" in done.output

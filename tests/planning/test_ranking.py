@@ -20,8 +20,6 @@ from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.convert.write.rewrite import rewrite
-from kvfold.core.errors import InvalidInput
-from kvfold.core.units import read_size, show_bytes
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.lab.reference import costs
@@ -57,32 +55,6 @@ def report(*arguments: str, code: int = 0) -> dict[str, Any]:
 
 def find(*shares: str, source: Path = DEMO) -> dict[str, Candidate]:
     return {one.label: one for one in find_candidates(open_source(source), shares or ("25%",))[0]}
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "size"),
-    [
-        ("32k", "tokens", 32768),
-        ("8192", "tokens", 8192),
-        ("1.5K", "tokens", 1536),
-        ("24GB", "bytes", 24 * 10**9),
-        ("24GiB", "bytes", 24 * 2**30),
-        (" .5 tb ", "bytes", 5 * 10**11),
-        ("512", "bytes", 512),
-    ],
-)
-def test_sizes_are_read(text: str, kind: Any, size: int) -> None:
-    assert read_size(text, "--option", kind) == size
-
-
-@pytest.mark.parametrize("text", ["", "k", "0", "-1k", "32kb", "1e3", "nan", "32 k k", "3٢", "9" * 400])
-def test_no_sizes_are_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match=r"--context .* is not a number of tokens; write for example"):
-        read_size(text, "--context", "tokens")
-
-
-def test_sizes_are_shown() -> None:
-    assert [show_bytes(size) for size in (12, 1.5e3, 24e9, 2e12)] == ["12 B", "1.5 KB", "24 GB", "2 TB"]
 
 
 def test_memory_is_weights_cache_and_activations() -> None:
@@ -366,12 +338,12 @@ def test_saved_statistics_are_of_the_sources_text_where_none_is_named(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--context", "long"), "is not a number of tokens"),
-        (("--memory", "24 parsecs"), "is not a number of bytes"),
-        (("--memory", "0GB"), "is not a number of bytes"),
-        (("--memory", "24"), "memory is 24; it counts bytes: write for example 24GB"),
+        (("--context", "long"), "--context is 'long'; it should be a number of tokens"),
+        (("--memory", "24 parsecs"), "--memory is '24 parsecs'; it should be a size"),
+        (("--memory", "0GB"), "--memory is '0GB'; it should be a size"),
+        (("--memory", "24"), "--memory is '24'; it counts bytes: write for example 24GB"),
         (("--budgets", "50%,150%"), "--budgets 150% is not a share"),
-        (("--engine", "mlc"), "--engine 'mlc' is unknown"),
+        (("--engine", "mlc"), "--engine is 'mlc'; it should be 'transformers', "),
         (("--png", "curve.svg"), "does not end in .png"),
         (("--png", "nowhere/curve.png"), "there is no directory"),
         (("--calibration", "absent.safetensors"), "absent.safetensors"),

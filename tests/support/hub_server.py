@@ -159,6 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return {"commitUrl": f"{self.hub.endpoint}/{name}/commit/{oid}", "commitOid": oid}
             if action == "xet-write-token":
                 raise Refused(403, "You don't have write access to this repository")
+            if action == "tree":
+                files = self._visible(name).files.items()
+                return [{"type": "file", "path": file, "size": len(data), "oid": ""} for file, data in files]
             if action in {"info", "revision"}:
                 return self._info(name)
         raise Refused(404, f"no such page: {path}")

@@ -8,7 +8,6 @@ from click.testing import CliRunner, Result
 
 from kvfold.cli import main
 from kvfold.migration import steps
-from kvfold.migration.request import replace_json
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 IDENTITY = {"checked": False, "reason": "another test is about it"}
@@ -33,11 +32,7 @@ def invoke(words: list[str]) -> Result:
 
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare migrations the proof, which another test is about."""
-    monkeypatch.setattr(
-        steps,
-        "_identity",
-        lambda asked: replace_json(asked.partial / "identity.json", IDENTITY) or IDENTITY,
-    )
+    monkeypatch.setattr(steps, "_identity", lambda asked: IDENTITY)
 
 
 def interrupt(*_: Any, **__: Any) -> None:

@@ -48,7 +48,7 @@ def test_read_sequences(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"content": "no text"}\n')
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
     for name, reason in {
-        "b.jsonl": 'line 1 has no field "text"',
+        "b.jsonl": 'has no text in a field "text"; give objects',
         "c.txt": "UTF-8",
         "d.txt": "is not none, self, stdlib, a file",
         "e.csv": "is not none, self, stdlib, a file",
@@ -140,7 +140,7 @@ def test_what_is_no_text(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match=reason):
             check_calibration(str(tmp_path / name))
     for name, reason in {
-        "number.jsonl": 'line 1 holds no text in its field "text"',
+        "number.jsonl": 'has no text in a field "text"; give objects',
         "other.json": "has no field 'text'; it has content; rename the field with the documents to 'text'",
         "broken.parquet": "cannot be read",
         "late.md": "is not UTF-8 text",

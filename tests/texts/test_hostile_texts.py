@@ -1,22 +1,17 @@
 """Texts that are damaged or hostile: one sentence each, and the process that reads them lives on."""
 
-import bz2
 import gzip
 import json
-import lzma
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvfold.core.errors import InvalidInput
-from kvfold.texts import document_rows, text_files
 from kvfold.texts.document_rows import read_downloaded
 from kvfold.texts.documents import check_calibration, read_sequences
 from kvfold.texts.sources import DocumentSource, check_source, first_rows, local_files, read_texts
-from kvfold.texts.text_files import BoundedStream, ExpandsTooFar
 
 from ..support.tokenizers import characters
 
@@ -69,26 +64,6 @@ def test_content(
     assert "Traceback" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize(
-    ("name", "compress"),
-    [("b.txt.gz", gzip.compress), ("b.jsonl.bz2", bz2.compress), ("b.json.xz", lzma.compress)],
-)
-def test_bombs(
-    read: Callable[[Path], list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    compress: Callable[[bytes], bytes],
-) -> None:
-    """Refused at the limit in either process; here a lower one, so that the test is quick."""
-    monkeypatch.setattr(text_files, "LEAST_EXPANSION", 2**20)
-    file = tmp_path / name
-    file.write_bytes(compress(b'{"text": "' + bytes(2**24) + b'"}\n'))
-    with pytest.raises(InvalidInput, match="expands to more than"):
-        read(file)
-
-
 def _write_parquet(file: Path, columns: dict[str, object], features: dict[str, object] | None = None) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -98,23 +73,6 @@ def _write_parquet(file: Path, columns: dict[str, object], features: dict[str, o
         described = json.dumps({"info": {"features": features}})
         table = table.replace_schema_metadata({"huggingface": described})
     parquet.write_table(table, file, row_group_size=len(table) or None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
-@pytest.mark.parametrize("read", READERS)
-def test_a_small_parquet_file_cannot_take_all_memory(
-    read: Callable[[Path], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A column's dictionary holds one value, and each of its rows is that value."""
-    import pyarrow
-
-    monkeypatch.setattr(document_rows, "LEAST_MEMORY", 2**28)
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), ["x" * 2**20])
-    file = tmp_path / "b.parquet"
-    _write_parquet(file, {"text": text})
-    assert file.stat().st_size < 2**20
-    with pytest.raises(InvalidInput, match=r"b\.parquet takes more memory than is free"):
-        read(file)
 
 
 def test_a_parquet_file_opens_nothing_that_its_rows_name(tmp_path: Path) -> None:
@@ -151,17 +109,6 @@ def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
     _write_parquet(file, {"text": []})
     with pytest.raises(InvalidInput, match="without rows; leave that file out"):
         train(file)
-
-
-def test_a_stream_ends_at_its_limit(tmp_path: Path) -> None:
-    import io
-
-    content = b"ab\ncd\n"
-    assert BoundedStream(io.BytesIO(content), 6).read() == content
-    assert BoundedStream(io.BytesIO(content), 6).readlines() == [b"ab\n", b"cd\n"]
-    for read in (lambda s: s.read(), lambda s: s.readlines(), lambda s: s.read1(), lambda s: s.seek(6)):
-        with pytest.raises(ExpandsTooFar, match="more than 5 bytes"):
-            read(BoundedStream(io.BytesIO(content), 5))
 
 
 def test_directories_give_regular_files_of_their_own_alone(tmp_path: Path) -> None:
@@ -208,14 +155,6 @@ def test_odd_names_are_read(tmp_path: Path, name: str) -> None:
     (folder / f"{name}.jsonl").write_text(GOOD)
     assert train(folder) == [json.loads(GOOD)["text"]]
     assert calibrate(folder) == calibrate(folder / f"{name}.jsonl")
-
-
-@pytest.mark.parametrize("read", READERS)
-def test_names_that_datasets_takes_for_addresses(read: Callable[[Path], list[str]], tmp_path: Path) -> None:
-    (tmp_path / "a::b").mkdir()
-    (tmp_path / "a::b" / "a.json").write_text(GOOD)
-    with pytest.raises(InvalidInput, match="rename it"):
-        read(tmp_path / "a::b")
 
 
 def test_no_name_at_all() -> None:

@@ -92,7 +92,7 @@ _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
     "multimodal": (seen.HF_MULTIMODAL, seen.VLLM_MULTIMODAL, *5 * (None,)),
     "multimodal stock": (seen.HF_MULTIMODAL, *6 * (None,)),
 }  # fmt: skip
-PAIRS = {
+PAIRS: dict[tuple[str, str], Evidence | None] = {
     (output, engine): found
     for output, row in _EVIDENCE.items()
     for engine, found in zip(ENGINES, row, strict=True)

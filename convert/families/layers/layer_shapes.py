@@ -77,25 +77,15 @@ def overrides(config: Mapping[str, Any], layers: int) -> dict[int, dict[str, int
             wide[_HEADS] = config[_GLOBAL_HEADS]
         kinds = config.get("layer_types") or []
         stated = {layer: wide for layer in range(layers) if layer < len(kinds) and kinds[layer] == ATTENTION}
-    if not isinstance(stated, dict) or not all(isinstance(values, dict) for values in stated.values()):
-        raise InvalidInput(
-            f"config.json has {_BY_LAYER} {shorten(stated)}, where objects by layer are needed"
-        )
     found: dict[int, dict[str, int]] = {}
     for name, values in stated.items():
-        layer = int(name) if str(name).isascii() and str(name).isdigit() else layers
-        if layer >= layers:
-            raise InvalidInput(
-                f"config.json has {_BY_LAYER} of {shorten(name)}, where a layer's number below {layers} is "
-                "needed"
-            )
         for field, value in values.items():
             if field not in {_HEADS, _WIDTH} or not is_size(value):
                 raise InvalidInput(
                     f"config.json has {_BY_LAYER}.{name}.{shorten(field)} {shorten(value)}; kvfold reads "
                     f"{_HEADS} and {_WIDTH} there, from 1 to {LARGEST}"
                 )
-        found[layer] = dict(values)
+        found[int(name)] = dict(values)
     return found
 
 

@@ -23,7 +23,6 @@ FORMATS = (
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mixed-precision", "dense",
 )  # fmt: skip
-_STRATEGIES = ("tensor", "channel", "token", "group", "block", "tensor_group")
 
 
 def find_compressed(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, PackedTensor]:
@@ -57,32 +56,14 @@ def _groups(stored: StoredTensors, config: Mapping[str, Any]) -> list[Mapping[st
             f"{stored.directory} has a transform_config: its weights are rotated, and kvfold reads "
             "compressed-tensors without rotations"
         )
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise InvalidInput(
-            f"{stored.directory} has config_groups {shorten(groups)} in its quantization_config, where an "
-            "object of groups is needed"
-        )
+    groups = config["config_groups"]
     for kind in (config.get("format"), *(group.get("format") for group in groups.values())):
         if kind is not None and kind not in FORMATS:
             raise InvalidInput(
                 f"{stored.directory} has the compressed-tensors format {shorten(kind)}; kvfold reads "
                 f"{', '.join(FORMATS)}"
             )
-    weights = [group["weights"] for group in groups.values() if isinstance(group.get("weights"), dict)]
-    for one in weights:
-        block = one.get("block_structure") or [1]
-        sized = isinstance(block, list) and all(type(size) is int and size > 0 for size in block)
-        if (
-            one.get("strategy") not in (None, *_STRATEGIES)
-            or type(one.get("num_bits", 8)) is not int
-            or not sized
-        ):
-            raise InvalidInput(
-                f"{stored.directory} has weights {shorten(one)} in a config group; kvfold reads a "
-                f"number of bits, sizes of blocks, and the strategies {', '.join(_STRATEGIES)}"
-            )
-    return weights
+    return [group["weights"] for group in groups.values() if group.get("weights")]
 
 
 def _grid(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:

@@ -65,7 +65,15 @@ class QuantisedCheckpoint(Checkpoint):
         specs = {name: self.stored.spec(name) for name in self.stored}
         tensors = StoredTensors(directory=directory, specs=specs, read=self.stored.__getitem__)
         tensors.check_filled()
-        self.packed = self._with_companions(self._scheme.find(tensors, self.quantization))
+        try:
+            self.packed = self._with_companions(self._scheme.find(tensors, self.quantization))
+        except InvalidInput:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise InvalidInput(
+                f"the quantization_config of {directory} has values without a meaning for {self.method} "
+                f"({error}); download the checkpoint again"
+            ) from None
         if not self.packed:
             raise InvalidInput(
                 f"{directory} has a quantization_config ({self.method}), but no quantised weight; remove the "

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...core.errors import InvalidInput
-from ...core.untrusted import shorten
 from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
 
 _SCALES = ("_scale_inv", "_scale")  # endings of a scale's name after the weight's
@@ -109,22 +108,15 @@ def find_fp8(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pack
     """Return the FP8 weights of `quant_method: fp8`, with scales per block or per tensor.
 
     Raises:
-        InvalidInput: the configuration names no block that can be, or a scale is missing or misshapen.
+        InvalidInput: a scale is missing or misshapen.
     """
     block = config.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise InvalidInput(
-            f"{stored.directory} has weight_block_size {shorten(block)}, where two positive numbers "
-            "are needed"
-        )
     found: dict[str, PackedTensor] = {}
     usual = next((end for end in _SCALES if stored.ending(f".weight{end}")), _SCALES[0])
     for name, spec in stored.specs.items():
         if spec.dtype in FP8:
             scale = next((name + end for end in _SCALES if name + end in stored.specs), name + usual)
-            grid = tuple(block) if block else _whole(stored, name, scale)
+            grid = (block[0], block[1]) if block else _whole(stored, name, scale)
             found[name] = scaled(stored, name, scale, grid)
     for end in _SCALES:
         for name in stored.ending(end):

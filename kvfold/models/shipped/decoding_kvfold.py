@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from .kernels_kvfold import latent_sums, takes
@@ -42,13 +43,27 @@ GPU_BLOCK = 2**25  # the same on a GPU, where a block is some ten kernels and ha
 
 
 def is_plain(up: nn.Linear) -> bool:
-    """Return whether an up-projection's weight alone gives what the module computes.
+    """Return whether an up-projection's weight and bias alone give what a call of the module computes.
 
-    A quantised or sharded projection or one with an adapter is of another class. One that accelerate offloads
-    has its weights elsewhere until it is called. Some packages quantise a plain one in place: its weights are
-    of one byte, and lack their scale. Those must be called as modules.
+    Quantisers, adapters and sharding replace the module's class, its weight's class (torchao, DTensor) or its
+    call (compressed-tensors), or add hooks. Some keep weights of one byte apart from their scale, and
+    accelerate keeps offloaded weights elsewhere until the module is called. Such modules must be called.
     """
-    return type(up) is nn.Linear and not up.weight.is_meta and up.weight.itemsize > 1
+    if type(up) is not nn.Linear or up._forward_hooks or up._forward_pre_hooks:
+        return False
+    # This hook of accelerate only moves inputs and weights between devices, and keeps the call that it wraps.
+    is_moved = type(getattr(up, "_hf_hook", None)).__name__ == "AlignDevicesHook"
+    call: Any = up._old_forward if is_moved else up.forward
+    if getattr(call, "__func__", None) is not nn.Linear.forward:
+        return False
+    return all(
+        type(numbers) in (nn.Parameter, Tensor, FakeTensor)  # what torch.export traces with, last
+        and numbers.is_floating_point()
+        and numbers.itemsize > 1
+        and not numbers.is_meta
+        for numbers in (up.weight, up.bias)
+        if numbers is not None
+    )
 
 
 def tells(mask: Any, length: int) -> bool:

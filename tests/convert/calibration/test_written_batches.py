@@ -37,7 +37,7 @@ def test_what_is_damaged_or_foreign_is_not_believed(tmp_path: Path) -> None:
     whole = file.read_bytes()
     damaged = [whole[:end] for end in range(0, len(whole), 7)]
     damaged += [
-        whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole) - 80, len(whole))
+        whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole) - 48, len(whole))
     ]
     damaged.append(bytes(len(whole)))
     for content in damaged:

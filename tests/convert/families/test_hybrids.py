@@ -136,12 +136,15 @@ def test_the_values_of_a_group_are_multiples_dimension_by_dimension() -> None:
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown kind": (
         {"layer_types": ["linear_attention", "fast_attention", *KINDS[2:]]},
-        r"layer_types\[1\] 'fast_attention', where one of full_attention",
+        r"`layer_types` entries must be in \(.*'fast_attention'",
     ),
-    "a kind of another family": ({"layer_types": ["moe", *KINDS[1:]]}, r"layer_types\[0\] 'moe'"),
-    "too few": ({"layer_types": KINDS[:3]}, "a list of 4 strings"),
-    "a number": ({"layer_types": 4}, "a list of 4 strings"),
-    "numbers": ({"layer_types": [1, 2, 3, 4]}, "a list of 4 strings"),
+    "a kind of another family": (
+        {"layer_types": ["moe", *KINDS[1:]]},
+        "layers.0.linear_attn.A_log, which a Qwen3NextForCausalLM",
+    ),
+    "too few": ({"layer_types": KINDS[:3]}, r"\(4\) must be equal to the number of `layer_types`"),
+    "a number": ({"layer_types": 4}, "layer_types 4, where a list of strings"),
+    "numbers": ({"layer_types": [1, 2, 3, 4]}, "where a list of strings"),
     "none attends": ({"layer_types": ["linear_attention"] * 4}, "no layer of the kind full_attention"),
     "attention where there is none": (
         {"layer_types": ["full_attention"] * 4},

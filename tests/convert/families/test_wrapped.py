@@ -14,13 +14,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import kvfold
 from kvfold.core.errors import InvalidInput
 from kvfold.models.shipped.attention_kvfold import FORMS
+from kvfold.models.shipped.decoding_kvfold import is_plain
 from kvfold.models.shipped.layers_kvfold import LEVEL
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
@@ -81,17 +82,141 @@ def test_a_model_of_deepseeks_may_be_absorbed_in_half_precision_and_offloaded() 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_adapter_is_heard_in_decoding_too(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "of a parameter", "dora", "ia3"])
+def test_an_adapter_is_heard_in_decoding_too(kind: str, name: str, tmp_path: Path) -> None:
     model = made(name, tmp_path)
     before = at_once(model)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj"])).eval()
+    settings: Any = {
+        "lora": LoraConfig(r=4, target_modules=["kv_b_proj"]),
+        "of a parameter": LoraConfig(r=4, target_parameters=["kv_b_proj.weight"]),
+        "dora": LoraConfig(r=4, target_modules=["kv_b_proj"], use_dora=True),
+        "ia3": IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[]),
+    }[kind]
+    adapted = get_peft_model(model, settings).eval()
     for key, weight in adapted.named_parameters():
-        if "lora_B" in key:
+        if "lora_B" in key or "ia3_l" in key:
             nn.init.normal_(weight, 0.0, 0.3)
     expected = at_once(adapted)
     assert (expected - before).abs().max() > 1e-2
     check(by_token(adapted), expected)
     check(by_token(adapted.merge_and_unload()), expected)
+
+
+class Rounded(Tensor):
+    """A weight of int8 numbers and scales of rows, which `nn.functional.linear` takes and no other operation.
+
+    It passes for a float32 parameter, as torchao's tensors do.
+    """
+
+    @staticmethod
+    def __new__(cls, rounded: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, rounded.shape, dtype=scale.dtype)
+
+    def __init__(self, rounded: Tensor, scale: Tensor) -> None:
+        self.rounded, self.scale = rounded, scale
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, bias = args
+            return func(x, weight.rounded * weight.scale, bias)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].rounded, args[0].scale)
+        raise NotImplementedError(f"a rounded weight has no {func}")
+
+
+def round_weights(model: Any) -> None:
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            exact = module.weight.detach()
+            scale = exact.abs().amax(1, keepdim=True) / 127
+            rounded = Rounded((exact / scale).round().to(torch.int8), scale)
+            module.weight = nn.Parameter(rounded, requires_grad=False)
+
+
+@pytest.mark.parametrize("name", ["decoupled, qwen3", *MODELS])
+def test_a_weight_of_another_class_is_called(name: str, tmp_path: Path) -> None:
+    model = made(*name.split(", ")[:1], tmp_path, *name.split(", ")[1:])
+    before = at_once(model)
+    round_weights(model)
+    assert isinstance(model.model.layers[0].self_attn.kv_b_proj.weight, nn.Parameter)
+    expected = at_once(model)
+    assert (expected - before).abs().max() > 1e-3
+    check(by_token(model), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("change", ["call", "hook", "earlier hook"])
+def test_a_changed_call_is_made(change: str, name: str, tmp_path: Path) -> None:
+    """As compressed-tensors replaces `forward`, and observers and weight norms add hooks."""
+    model = made(name, tmp_path)
+    before = at_once(model)
+    for layer in model.model.layers:
+        up = layer.self_attn.kv_b_proj
+        if change == "call":
+            up.forward = lambda x, call=up.forward: 2 * call(x)
+        elif change == "hook":
+            up.register_forward_hook(lambda module, given, made: 2 * made)
+        else:
+            up.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+    expected = at_once(model)
+    assert (expected - before).abs().max() > 1e-2
+    check(by_token(model), expected)
+
+
+def test_a_traced_weight_is_plain() -> None:
+    """An exported decoding step multiplies weights as the model does."""
+    found = []
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(is_plain(self.up))
+            return self.up(x)
+
+    torch.export.export(Holder(), (torch.zeros(1, 2),))
+    assert found
+    assert all(found)
+
+
+@pytest.mark.parametrize("name", ["decoupled, qwen3", *MODELS])
+@pytest.mark.parametrize(
+    "scheme", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
+)
+def test_weights_of_torchao(scheme: str, name: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="it quantises the model")
+    model = made(*name.split(", ")[:1], tmp_path, *name.split(", ")[1:])
+    quantization.quantize_(model, getattr(quantization, scheme)())
+    found, expected = by_token(model), at_once(model)
+    # Activations that are rounded while the model runs turn differences of the last bit into steps.
+    bound = 0.05 if "Activation" in scheme else 1e-5
+    torch.testing.assert_close(found, expected, atol=bound * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_of_compressed_tensors(name: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip(
+        "compressed_tensors.quantization", reason="it rounds weights when a module is called"
+    )
+    model = made(name, tmp_path)
+    before = at_once(model)
+    group = {"targets": ["re:.*kv_b_proj"], "weights": {"num_bits": 4, "strategy": "channel"}}
+    quantization.apply_quantization_config(
+        model, quantization.QuantizationConfig(config_groups={"group_0": group})
+    )
+    for layer in model.model.layers:
+        up = layer.self_attn.kv_b_proj
+        up.weight_scale.data = up.weight.detach().abs().amax(1, keepdim=True) / 7
+    expected = at_once(model)
+    assert (expected - before).abs().max() > 1e-2
+    check(by_token(model), expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvfold.checkpoints.directory import Checkpoint
+from kvfold.checkpoints.identity import hash_unchanged
 from kvfold.checkpoints.shards import ShardWriter
-from kvfold.checkpoints.unchanged import hash_unchanged
 from kvfold.cli import main
 from kvfold.convert.decide import preparation
 from kvfold.core.errors import InvalidInput

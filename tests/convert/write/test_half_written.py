@@ -1,7 +1,6 @@
 """What a killed fold leaves: what is taken over from it, and what is not."""
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +12,7 @@ from kvfold.checkpoints.shards import read_header
 from kvfold.convert.cli import main
 from kvfold.convert.decide import preparation
 from kvfold.convert.write import rewrite
-from kvfold.convert.write.fold_journal import JOURNAL
+from kvfold.core.work import JOURNAL
 
 from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes
@@ -60,11 +59,11 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
         # Alive, it holds the half-written directory: a second run must not mix into it.
         second = convert(source, *MLA, out=out)
         assert second.exit_code == 2
-        assert "another kvfold is writing" in second.output
+        assert "another kvfold is at work in" in second.output
         with monkeypatch.context() as patched:  # and it is refused before it reads a text
             patched.setattr(preparation, "study", lambda *_, **__: pytest.fail("statistics were taken"))
             second = convert(source, "--to", "mqa", "--calibration", "self", out=out)
-        assert "another kvfold is writing" in second.output
+        assert "another kvfold is at work in" in second.output
         process.kill()
         process.communicate()
     assert not out.exists()
@@ -77,24 +76,17 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
     assert same_bytes(out, whole) == []
 
 
-def test_an_output_that_lacks_only_its_name_gets_it(tmp_path: Path) -> None:
-    """A kill between the removal of the journal and the renaming leaves that."""
+def test_what_a_kill_after_the_last_name_leaves_goes_with_the_next_command(tmp_path: Path) -> None:
     source, out = make(tmp_path / "source"), tmp_path / "out"
     words = [str(source), *GQA, "--calibration", "none", "--out", str(out)]
-    assert CliRunner().invoke(main, words).exit_code == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvfold.core.work.WorkDir.discard", lambda _: [])
+        assert CliRunner().invoke(main, words).exit_code == 0
+    assert (tmp_path / "out.partial" / JOURNAL).is_file()
     whole = Path(shutil.copytree(out, tmp_path / "whole"))
-    out.rename(tmp_path / "out.partial")
-    other = CliRunner().invoke(main, [*words, "--shard-size", "20KB"])
-    assert other.exit_code == 2
-    assert "not a half-written output" in other.stderr
-    weights = tmp_path / "out.partial" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    changed = CliRunner().invoke(main, words)
-    assert changed.exit_code == 2
-    assert f"remove {tmp_path / 'out.partial'} and run the same command again" in changed.stderr
-    weights.write_bytes(content)
-    assert CliRunner().invoke(main, words).exit_code == 0
+    again = CliRunner().invoke(main, words)
+    assert again.exit_code == 2
+    assert "out exists and nothing is overwritten" in again.stderr
     assert same_bytes(out, whole) == []
     assert not (tmp_path / "out.partial").exists()
 
@@ -104,25 +96,26 @@ def test_finished_layers_of_a_fold_with_other_options_are_kept(tmp_path: Path) -
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole, partial = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
     kill_after_two_layers(source, *MLA, "--out", str(out))
-    before = {path.name: path.read_bytes() for path in partial.iterdir()}
+    before = {path.name: path.read_bytes() for path in partial.iterdir() if path.is_file()}
     refused = convert(source, *MLA, "--shard-size", "20KB", out=out)
     assert refused.exit_code == 2
-    assert f"{partial} holds 2 finished layers of a fold with another --shard-size; " in refused.stderr
+    assert "finished parts of another command, which differs in --shard-size; " in refused.stderr
     other = convert(make(tmp_path / "other", num_hidden_layers=4), *MLA, out=out)
     assert other.exit_code == 2
-    assert f"of a fold of another source ('{source}')" in other.stderr
+    assert "which differs in the source" in other.stderr
     (partial / JOURNAL).rename(partial / "journal-1.jsonl")
-    head, options = before[JOURNAL].decode().splitlines()[:2]
-    (partial / JOURNAL).write_text(f"{head}\n{options}\n")
+    head = before[JOURNAL].decode().splitlines()[0]
+    (partial / JOURNAL).write_text(f"{head}\n")
     every = convert(source, *MLA, "--shard-size", "20KB", out=out)
     assert every.exit_code == 2, "the layers of every process count"
     (partial / "journal-1.jsonl").replace(partial / JOURNAL)
-    assert before == {path.name: path.read_bytes() for path in partial.iterdir() if path.name != "lock-1"}
+    kept = {path.name: path.read_bytes() for path in partial.iterdir() if path.is_file()}
+    assert before == {name: content for name, content in kept.items() if name != "lock-1"}
     config = source / "config.json"  # as of a source that was downloaded anew
     os.utime(config, ns=(config.stat().st_atime_ns, config.stat().st_mtime_ns + 1))
     again = convert(source, *MLA, out=out)
     assert again.exit_code == 0
-    assert f"the fold starts over: {partial} held 2 finished layers by another version" in again.output
+    assert f"{partial} is begun anew: it was begun with other input files" in again.output
     assert convert(source, *MLA, out=whole).exit_code == 0
     assert same_bytes(out, whole) == []
 
@@ -138,7 +131,8 @@ def test_other_options_are_refused_before_statistics_are_taken(
         patch.setattr(preparation, "study", lambda *args, **options: pytest.fail("statistics were taken"))
         refused = CliRunner().invoke(main, [*words, "--effort", "quick", "--seed", "1", "--out", str(out)])
     assert refused.exit_code == 2, refused.output
-    assert "holds 2 finished layers of a fold with another --effort, --seed" in refused.stderr
+    assert "finished parts of another command, which differs in --effort" in refused.stderr
+    assert ", --seed" in refused.stderr
     assert CliRunner().invoke(main, [*words, "--out", str(out)]).exit_code == 0
     assert CliRunner().invoke(main, [*words, "--out", str(whole)]).exit_code == 0
     assert same_bytes(out, whole) == []
@@ -150,7 +144,7 @@ def test_a_missing_shard_is_not_resumed_over(tmp_path: Path) -> None:
     out, whole, small = tmp_path / "out", tmp_path / "whole", ("--shard-size", "20KB")
     assert convert(source, *MLA, *small, out=whole).exit_code == 0
     kill_after_two_layers(source, *MLA, *small, "--out", str(out))
-    sorted((tmp_path / "out.partial").glob("*.safetensors"))[0].unlink()
+    sorted((tmp_path / "out.partial" / "model").glob("*.safetensors"))[0].unlink()
     assert convert(source, *MLA, *small, out=out).exit_code == 0
     assert same_bytes(out, whole) == []
 
@@ -163,7 +157,7 @@ def test_finished_parts_that_have_changed_are_written_again(
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert convert(source, *MLA, out=whole).exit_code == 0
     kill_after_two_layers(source, *MLA, "--out", str(out))
-    weights = tmp_path / "out.partial" / "model.safetensors"
+    weights = tmp_path / "out.partial" / "model" / "model.safetensors"
     places = read_header(weights)
     with weights.open("r+b") as stream:
         for name in ("model.layers.1.self_attn.o_proj.weight", "model.embed_tokens.weight"):
@@ -179,54 +173,17 @@ def test_finished_parts_that_have_changed_are_written_again(
     assert same_bytes(out, whole) == []
 
 
-def test_the_journal_of_an_earlier_version_is_not_trusted_and_not_refused(tmp_path: Path) -> None:
-    """It has no checksums: its parts are written again, and other options than its own are still refused."""
-    source, out = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out"
-    assert convert(source, *MLA, out=tmp_path / "whole").exit_code == 0
-    kill_after_two_layers(source, *MLA, "--out", str(out))
-    journal = tmp_path / "out.partial" / "journal.jsonl"
-    former = re.sub(r', "checksums": \{[^}]*\}|"checksums": \{[^}]*\}(, )?', "", journal.read_text())
-    assert "checksums" in journal.read_text()
-    assert "checksums" not in former
-    journal.write_text(former)
-    assert convert(source, *MLA, "--dtype", "bfloat16", out=out).exit_code == 2
-    again = convert(source, *MLA, out=out)
-    assert again.exit_code == 0
-    assert "or are an earlier version's, and are written again" in again.stderr
-    assert same_bytes(out, tmp_path / "whole") == []
-
-
-def test_somebody_elses_directory_is_not_taken_over(tmp_path: Path) -> None:
-    source = make(tmp_path / "source")
-    theirs = tmp_path / "out.partial"
-    theirs.mkdir()
-    (theirs / "thesis.txt").write_text("years of work")
-    result = convert(source, *MLA)
-    assert result.exit_code == 2
-    assert "is not a half-written output of kvfold" in result.output
-    assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
-
-
 def test_only_what_is_needed_of_a_half_written_output_is_kept(tmp_path: Path) -> None:
     """A second name of a user's file would be written through; a source may have lost what was copied."""
     source, partial = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out.partial"
     kill_after_two_layers(source, *MLA, "--out", str(tmp_path / "out"))
-    theirs, second = tmp_path / "theirs.json", partial / "config.json"
-    theirs.write_text("years of work")
-    second.hardlink_to(theirs)
-    refused = convert(source, *MLA)
-    assert refused.exit_code == 2
-    assert "out.partial holds config.json, whose second name, a hard link, would change too" in refused.stderr
-    assert theirs.read_text() == "years of work"
-    second.unlink()
     shutil.copytree(partial, tmp_path / "kept", copy_function=os.link)
     linked = convert(source, *MLA)
     assert linked.exit_code == 2
-    assert (
-        "holds model.safetensors, whose second name, a hard link, would change too; remove" in linked.stderr
-    )
-    shutil.rmtree(tmp_path / "kept")
+    assert "model.safetensors has a second name, a hard link, which would change too; remove" in linked.stderr
+    assert (tmp_path / "kept" / "model" / "model.safetensors").is_file()
     for name in ("LICENSE.old", "other_kvfold.py"):
-        (partial / name).write_text("")
+        (tmp_path / "kept" / "model" / name).write_text("")
+    shutil.copytree(tmp_path / "kept", partial, dirs_exist_ok=True)
     assert convert(source, *MLA).exit_code == 0
     assert not {"LICENSE.old", "other_kvfold.py"} & {path.name for path in (tmp_path / "out").iterdir()}

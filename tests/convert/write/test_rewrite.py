@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints import shards
 from kvfold.checkpoints.shards import INDEX
 from kvfold.convert.decide import preparation
-from kvfold.convert.write.fold_journal import JOURNAL
 from kvfold.core.disk import check_room
 
 from ...support.folds import GQA, MLA, convert
@@ -117,17 +116,6 @@ def test_values_that_the_dtype_does_not_hold_are_refused(tmp_path: Path) -> None
     assert result.exit_code == 2
     assert "has values that float16 does not hold; write another --dtype" in result.output
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_leftovers_of_another_plan_are_not_resumed(tmp_path: Path) -> None:
-    source = make(tmp_path / "source")
-    partial = tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / JOURNAL).write_text(f'"{"0" * 64}"\n"layer 0"\n"layer 1"\n')
-    (partial / "model.safetensors").write_bytes(b"old")
-    assert convert(source, *MLA).exit_code == 0
-    assert convert(source, *MLA, out=tmp_path / "clean").exit_code == 0
-    assert same_bytes(tmp_path / "out", tmp_path / "clean") == []
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(

@@ -27,49 +27,10 @@ def content(directory: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"thesis.tex": "mine"},
-        {"thesis.tex": "mine", "lock": ""},
-        {"tokens.bin": "mine", "metrics.jsonl": "mine"},
-        {"state/mine": "mine"},
-        {"lock/mine": "mine"},
-    ],
-)
-def test_the_directory_of_somebody_else_is_left_alone(
-    make_recipe: MakeRecipe, tmp_path: Path, files: dict[str, str]
-) -> None:
-    for name, text in files.items():
-        (tmp_path / "out.partial" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "out.partial" / name).write_text(text)
-    before = content(tmp_path)
-    with pytest.raises(
-        InvalidInput,
-        match=r"out\.partial exists and is not an unfinished run of kvfold \((it holds .*|its lock is .*)\); move it",
-    ):
-        distill(make_recipe())
-    assert content(tmp_path) == before
-
-
-def test_what_is_no_directory_is_left_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "one.partial").write_text("mine")
-    (tmp_path / "two.partial").symlink_to("elsewhere")
-    (tmp_path / "three.partial").symlink_to("nowhere")
-    before = content(tmp_path)
-    for name in ("one", "two", "three"):
-        with pytest.raises(
-            InvalidInput, match=rf"{name}\.partial exists .* \(it is not a directory\); move it"
-        ):
-            distill(make_recipe(output=str(tmp_path / name)))
-    assert content(tmp_path) == before
-
-
 def test_an_empty_directory_and_what_a_kill_left_are_taken_over(
     make_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
-    (tmp_path / "one.partial").mkdir()
+    (tmp_path / "one.partial").mkdir(mode=0o700)
     (tmp_path / "two.partial" / "state" / "step-00000001.partial").mkdir(parents=True)
     for name in ("lock", "tokens.bin", "tokens.bin.partial", "metrics.jsonl", "metrics.jsonl.partial"):
         (tmp_path / "two.partial" / name).write_text("" if name == "lock" else "cut off")

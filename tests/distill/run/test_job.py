@@ -130,7 +130,7 @@ def test_an_output_that_exists_or_is_being_made_is_refused(make_recipe: MakeReci
     (tmp_path / "out.partial").mkdir()
     with (tmp_path / "out.partial" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InvalidInput, match="another run is at work in"):
+        with pytest.raises(InvalidInput, match="another kvfold is at work in"):
             distill(make_recipe())
     (tmp_path / "out").mkdir()
     with pytest.raises(

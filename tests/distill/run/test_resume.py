@@ -14,12 +14,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from kvfold.checkpoints.identity import fingerprint
 from kvfold.checkpoints.record import read_record
 from kvfold.core.errors import InvalidInput
+from kvfold.core.work import WorkDir
 from kvfold.distill.cli import main
-from kvfold.distill.run import claim, loop
+from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
-from kvfold.distill.run.resume import fingerprint
 from kvfold.distill.stages import state
 from kvfold.distill.stages.state import Progress
 from kvfold.distill.watch.metrics import trim_metrics
@@ -123,11 +124,11 @@ def test_a_run_that_was_killed_when_its_output_stood_has_ended(
         raise SystemExit(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(claim, "_remove", die)
+        patch.setattr(WorkDir, "discard", die)
         assert CliRunner().invoke(main, [str(file)]).exit_code == 1
     other = CliRunner().invoke(main, [str(file), "--set", "stages.0.lr=1e-3"])
     assert (other.exit_code, "out exists and nothing is overwritten" in other.stderr) == (2, True)
-    assert partial.exists()
+    assert not partial.exists(), "its output has its name"
     before = (tmp_path / "out" / "model.safetensors").stat()
     for _ in range(2):  # also when there is nothing left to tidy up
         result = CliRunner().invoke(main, [str(file), "--json"])

@@ -290,6 +290,32 @@ def test_a_cache_for_something_else_is_refused(
         TeacherCache(tmp_path / "/".join("a" * 1000), OPTION, identity)
 
 
+@pytest.mark.parametrize("name", ["hidden", "head"])
+def test_a_changed_cache_is_refused_where_it_is_used(
+    name: str, windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path
+) -> None:
+    """A changed bit of a number gives other losses, and nobody would see it."""
+    written(tmp_path / "cache", windows, teacher, online)
+    (file,) = (tmp_path / "cache").glob(f"{name}*.safetensors")
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    at = (
+        8
+        + header
+        + (
+            json.loads(file.read_bytes()[8 : 8 + header])["hidden" if name == "hidden" else "weight"][
+                "data_offsets"
+            ][0]
+        )
+    )
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\1")
+    cache = TeacherCache(tmp_path / "cache", OPTION, identify(teacher, "auto", False))
+    words = "has changed since it was written; remove that file" if name == "hidden" else "is damaged"
+    with pytest.raises(InvalidInput, match=rf"{file.name}:? {words}"):
+        (cache.hidden(keys(windows.batch(range(7)))), cache.head(torch.device("cpu")))
+
+
 def test_caches_of_earlier_versions(
     windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from kvfold.checkpoints.eval_json import BLOCKS
 from kvfold.cli import main
+from kvfold.eval.cli import main as evaluate
 from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
 from kvfold.eval.page.quality import bounds, points_by_bytes
@@ -216,14 +217,13 @@ def test_what_is_missing_is_named_with_a_command_that_parses(tmp_path: Path) -> 
         for entry in json.loads(result.stdout)["groups"][0]["missing"]
     }
     assert {"cache", "distance to the source", "needles", "benchmark tasks", "speed"} <= set(missing)
-    evaluate = main.commands["eval"]
     for command in missing.values():
         words = shlex.split(command)
         if words[1] == "eval":
             context = evaluate.make_context("eval", words[2:])
             assert context.params["model"] == str(directory)
             assert not context.params["out"].exists()
-            assert set(context.params["suite"].split(",")) <= BLOCKS.keys()
+            assert set(context.params["suites"].split(",")) <= BLOCKS.keys()
     assert missing["none of these checkpoints was distilled"] == f"kvfold distill '{directory}'"
 
 

@@ -12,6 +12,7 @@ from kvfold.checkpoints.cost_blocks import CacheBlock
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites.cache import CacheSize, count, predicted
+from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.models.causal_lm import load
 
 from ...support.folds import attempt
@@ -25,7 +26,9 @@ CPU = Options(device="cpu")
 def caches(
     directory: Path, options: Options = CPU, teacher: Path | None = None, **settings: Any
 ) -> CacheBlock:
-    return evaluate(directory, teacher, None, options, suites=("cache",), settings=settings).cache
+    return evaluate(
+        directory, teacher, None, options, suites=("cache",), settings=SuiteSettings.take(settings)
+    ).cache
 
 
 @pytest.mark.parametrize(

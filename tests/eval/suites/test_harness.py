@@ -126,7 +126,7 @@ def test_logits_that_are_not_numbers_are_refused(make: Make, own_tasks: Path) ->
             "qqqqqqq",
             "--tasks qqqqqqq: .* no such task; --task-path .*own has absent, broken, kv_both, kv_one, ",
         ),
-        (" , ", "names no task; write for example --tasks mla-core"),
+        (" , ", "it names no task; write for example mla-core"),
         ("broken", r"--tasks broken: it cannot be loaded \("),
         ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
     ],
@@ -161,7 +161,7 @@ def test_the_preset_is_of_tasks_that_the_harness_has() -> None:
         for prefix in ("task:", "group:")
         if line.startswith(prefix)
     }
-    names = harness.named("mla-core,arc_easy")
+    names = harness.named(("mla-core", "arc_easy"))
     assert set(names) <= there
     assert (len(names), names[0]) == (8, "arc_easy")
     assert harness.PRIMARY.keys() <= set(names)

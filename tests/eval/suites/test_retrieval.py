@@ -21,6 +21,7 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import retrieval
 from kvfold.eval.suites.answers import answer, rank
+from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.decoding import read
 from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, NeedlePrompt, prose
 from kvfold.models.causal_lm import Loaded, load
@@ -50,7 +51,7 @@ def run(
     student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any
 ) -> RetrievalBlock:
     found = evaluate(
-        student, teacher, None, options, suites=("retrieval",), settings=SMALL | settings
+        student, teacher, None, options, suites=("retrieval",), settings=SuiteSettings.take(SMALL | settings)
     ).suites["retrieval"]
     assert isinstance(found, RetrievalBlock)
     return found
@@ -266,7 +267,7 @@ def test_lengths_fit_the_models_when_none_are_asked_for(roomy: Path, haystack: H
             {"retrieval_lengths": "30"},
             r"--retrieval-lengths 30 leaves no room for the keys of passkey .*; use \d+ or more",
         ),
-        ({"retrieval_lengths": "many"}, "--retrieval-lengths 'many': write whole numbers"),
+        ({"retrieval_lengths": "many"}, "retrieval_lengths is 'many'; it should be whole numbers"),
     ],
 )
 def test_mistakes_are_one_sentence(roomy: Path, settings: dict[str, Any], sentence: str) -> None:

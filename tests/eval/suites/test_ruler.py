@@ -17,6 +17,7 @@ from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import decoding, ruler, ruler_tasks, speed
+from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.ruler_tasks import TASKS, RulerTasks, score
 
 from ..conftest import Make
@@ -41,7 +42,9 @@ def tasks(wide: Path) -> RulerTasks:
 
 
 def run(student: Path, teacher: Path | None = None, **settings: Any) -> RulerBlock:
-    found = evaluate(student, teacher, None, CPU, suites=("ruler",), settings=settings).suites["ruler"]
+    found = evaluate(
+        student, teacher, None, CPU, suites=("ruler",), settings=SuiteSettings.take(settings)
+    ).suites["ruler"]
     assert isinstance(found, RulerBlock)
     return found
 
@@ -189,7 +192,7 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
     monkeypatch.setattr(speed, "measure", lambda _: pytest.fail("it was measured"))
     settings = {"ruler_lengths": "60", "ruler_tasks": "vt"}
     with pytest.raises(InvalidInput, match="leaves no room for the task vt"):
-        evaluate(wide, None, None, CPU, suites=("speed", "ruler"), settings=settings)
+        evaluate(wide, None, None, CPU, suites=("speed", "ruler"), settings=SuiteSettings.take(settings))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +211,8 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
             {"ruler_lengths": "60,450", "ruler_tasks": "vt,niah_single,cwe"},
             "--ruler-lengths 60 leaves no room for the tasks niah_single, vt, and 450 for cwe in the .*",
         ),
-        ({"ruler_lengths": "long"}, "--ruler-lengths 'long': write whole numbers"),
-        ({"ruler_tasks": "vt,qa_1"}, "--ruler-tasks vt,qa_1: qa_1 is not a task; known are niah_single, .*"),
+        ({"ruler_lengths": "long"}, "ruler_lengths is 'long'; it should be whole numbers"),
+        ({"ruler_tasks": "vt,qa_1"}, "ruler_tasks is 'qa_1'; it should be 'niah_single', .*"),
     ],
 )
 def test_mistakes_are_one_sentence(wide: Path, settings: dict[str, Any], sentence: str) -> None:
@@ -262,5 +265,5 @@ def test_one_cache_exists_at_a_time(wide: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decoding, "read", counted)
     settings = {"ruler_tasks": "niah_single", "ruler_lengths": "700", "ruler_samples": 3}
     one_by_one = Options(device="cpu", batch_size=1)
-    evaluate(wide, None, None, one_by_one, suites=("ruler",), settings=settings)
+    evaluate(wide, None, None, one_by_one, suites=("ruler",), settings=SuiteSettings.take(settings))
     assert before == [0, 0, 0]

@@ -16,6 +16,7 @@ from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import meter, speed
+from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.meter import peak_memory, timed
 from kvfold.eval.suites.speed import quartiles
 from kvfold.models.causal_lm import load
@@ -59,7 +60,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def run(student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any) -> SpeedBlock:
-    found = evaluate(student, teacher, None, options, suites=("speed",), settings=settings).suites["speed"]
+    found = evaluate(
+        student, teacher, None, options, suites=("speed",), settings=SuiteSettings.take(settings)
+    ).suites["speed"]
     assert isinstance(found, SpeedBlock)
     return found
 
@@ -125,7 +128,7 @@ def test_every_cell_of_the_sweep_is_there_in_order(mha: Path) -> None:
 
 
 def test_contexts_fit_the_models_when_none_are_asked_for(mha: Path, make: Make) -> None:
-    assert [cell.context for cell in run(mha, speed_rounds=3).cells] == [64 - speed.TOKENS]
+    assert [cell.context for cell in run(mha, speed_rounds=3).cells] == [64 - 16]
     roomy = make(max_position_embeddings=600)
     assert [cell.context for cell in run(roomy, speed_rounds=3, speed_tokens=1).cells] == [512]
 
@@ -228,15 +231,18 @@ def test_quartiles_are_numpys() -> None:
             {"speed_context": "60"},
             "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48",
         ),
-        ({"speed_context": "4,x"}, "--speed-context '4,x': write whole numbers from 1, separated by commas"),
+        (
+            {"speed_context": "4,x"},
+            "speed_context is '4,x'; it should be whole numbers from 1, separated by commas",
+        ),
         (
             {"speed_batch": f"1,{10**30}"},
-            "--speed-batch '1,10+': write whole numbers of at most 1,000,000,000",
+            "speed_batch is '1,10+'; it should be whole numbers of at most 1,000,000,000",
         ),
-        ({"speed_batch": "9" * 5000}, "write whole numbers of at most 1,000,000,000"),
-        ({"speed_seconds": float("nan")}, "--speed-seconds nan: write a number of seconds above 0"),
-        ({"speed_batch": "0"}, "--speed-batch '0': write whole numbers"),
-        ({"speed_batch": ""}, "--speed-batch '': write whole numbers"),
+        ({"speed_batch": "9" * 5000}, "it should be whole numbers of at most 1,000,000,000"),
+        ({"speed_seconds": float("nan")}, "speed_seconds is nan; it should be"),
+        ({"speed_batch": "0"}, "speed_batch is '0'; it should be whole numbers"),
+        ({"speed_batch": ""}, "speed_batch is ''; it should be whole numbers"),
         ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
     ],
 )
@@ -270,15 +276,16 @@ def test_the_report_has_every_number_and_an_interrupted_sweep_goes_on(
 
     monkeypatch.setattr(speed, "_round", stop)
     assert CliRunner().invoke(main, command).exit_code != 0
-    kept = json.loads((tmp_path / "eval.json.partial").read_text().splitlines()[1])
+    journal = tmp_path / "eval.json.partial" / "journal.jsonl"
+    name, kept, _ = json.loads(journal.read_text().splitlines()[1])
     monkeypatch.setattr(speed, "_round", real)
     result = CliRunner().invoke(main, [*command, "--assert", "speed.cells.1.decode_speedup.median>0"])
     assert result.exit_code == 0, result.output
     assert "decode, 2 x 8 tokens, ms/step" in result.stdout
     first, second = json.loads(out.read_text())["suites"]["speed"]["cells"]
-    assert kept["part"] == "speed/student+teacher/1x8"
+    assert name == "speed/student+teacher/1x8"
     assert first["student"]["prefill"]["milliseconds"]["median"] == pytest.approx(
-        1000 * float(np.median(kept["value"]["student"]["prefill"]))
+        1000 * float(np.median(kept["student"]["prefill"]))
     )
     assert second["teacher"]["peak_bytes"] > first["teacher"]["peak_bytes"] > 0
 

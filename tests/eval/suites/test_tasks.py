@@ -15,6 +15,7 @@ import torch
 
 from kvfold.eval.estimate import proportion, proportion_difference
 from kvfold.eval.run import evaluate
+from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.tasks import flips, rows
 from kvfold.texts.corpus import read_text
 from kvfold.texts.wikitext import articles
@@ -84,7 +85,7 @@ def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
         read_text("lm-eval:wikitext", rows),
         CPU,
         suites=("ppl", "tasks"),
-        settings={"tasks": "pages", "task_path": own_tasks},
+        settings=SuiteSettings.take({"tasks": "pages", "task_path": own_tasks}),
     )
     theirs = result.suites["tasks"].tasks["pages"].metrics
     ours = result.ppl.student
