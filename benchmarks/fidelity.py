@@ -20,13 +20,13 @@ import click
 from kvfold.convert.algebra.target import Geometry, budget_elements
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.efforts import EFFORTS
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.published import PEERS, peer
 from kvfold.convert.methods.shared_key import DECOMPOSITIONS
 from kvfold.convert.methods.table import reads_statistics
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.errors import InvalidInput
@@ -172,7 +172,8 @@ def sweep(trial: Trial, rule: str, budget: str, shares: Iterable[float] = SHARES
 
     def attempt_at(width: int, methods: Iterable[str]) -> None:
         for method in methods:
-            options = {"kv_budget": budget, "rope_dim": width}
+            # As published, a rule has no norm that its latent is fitted to.
+            options = {"kv_budget": budget, "rope_dim": width, "latent_norm": "linear"}
             cell = trial.measure(f"--method {method} --rope-dim {width}, {budget}", "mla", method, options, 0)
             if cell is not None:
                 tried[method, width] = cell

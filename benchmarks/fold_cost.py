@@ -29,8 +29,8 @@ import click
 
 from kvfold.cli import main as kvfold
 from kvfold.convert.decide.fold_cost import cost_of, predict_cost, show_seconds
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.core.console import show_table
 from kvfold.core.machine_rates import Rates
 from kvfold.core.units import show_bytes
@@ -42,12 +42,12 @@ PLACES = {
     "calibration.study._own_text": "text",
     "calibration.study._within_reach": "text",
     "calibration.study._collect": "statistics",
-    "decide.plan.choose_slots": "closed form",
-    "decide.preparation.settle": "measured choices",
+    "decide.draft.choose_slots": "closed form",
+    "settle.preparation.settle": "measured choices",
     "write.rewrite.fold": "closed form",
-    "write.layer_finish._with_rounded_length": "rounded length",
-    "write.layer_finish._fitted": "refinement",  # or, without steps, the output projection and a measurement
-    "write.layer_finish._prepared": "quantised cache",
+    "layer.finish._with_rounded_length": "rounded length",
+    "layer.finish._fitted": "refinement",  # or, without steps, the output projection and a measurement
+    "layer.finish._prepared": "quantised cache",
 }
 # Phases that hold functions of others, and the phase that all their time is given to; the first that is open
 # counts.

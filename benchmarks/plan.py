@@ -15,9 +15,9 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.methods.refinement import STEPS
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve

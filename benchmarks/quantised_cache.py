@@ -19,10 +19,10 @@ from torch import Tensor
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.refinement import STEPS
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.cache_dtypes import cache_dtype
 from kvfold.core.console import show_table

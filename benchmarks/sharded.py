@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from kvfold.checkpoints.directory import copy_side_files
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.distill.parallel.accelerator import make_accelerator

@@ -32,8 +32,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.console import show_table
 from kvfold.core.hub import resolve

@@ -8,6 +8,8 @@ from typing import Literal
 
 EffortName = Literal["quick", "default", "best"]
 
+MEASURED = 8  # layers at most that are folded to measure a choice; the loss of all is estimated from them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:

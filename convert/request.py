@@ -5,9 +5,10 @@ it; `GQA`, `MQA` and `MLA` are its targets as Python writes them.
 """
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +22,7 @@ from ..core.option_types import Bytes, Place, Tokens, as_list
 from ..core.settings import LARGEST_SEED, Settings, sentence_of, suggest
 from ..core.untrusted import read_yaml, shorten
 from ..texts.calibration_name import names_statistics
+from .algebra.target import Sizes
 from .decide.engines import EngineName
 from .efforts import EFFORTS, EFFORTS_EXPLAINED, Effort, EffortName
 
@@ -34,14 +36,14 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
-def _as_rank(value: object) -> str:
-    """Return a rank as the command line writes it; a text is judged with the source's sizes."""
-    number: Any = value
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real) or number % 1 != 0:
+def _as_rank(value: object) -> int | str:
+    """Return a rank as a number, or `full`."""
+    if value == "full":
+        return "full"
+    number: Any = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else value
+    if isinstance(number, bool | str) or not isinstance(value, str | Real) or number % 1 != 0:
         raise ValueError("it should be a whole number or 'full'")
-    return str(int(number))
+    return int(number)
 
 
 def _as_share(value: object) -> str:
@@ -60,7 +62,7 @@ def _as_calibration(value: object) -> object:
     return own + os.path.expanduser(text.removeprefix(own))
 
 
-Rank = Annotated[str, BeforeValidator(_as_rank), Option(metavar="N|full")]
+Rank = Annotated[int | Literal["full"], BeforeValidator(_as_rank), Option(metavar="N|full")]
 Share = Annotated[str, BeforeValidator(_as_share), Option(metavar="SHARE")]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(as_list), Option(metavar="SHARE,...")]
 Engines = Annotated[tuple[EngineName, ...], BeforeValidator(as_list), Option("--engine", "NAME,...")]
@@ -161,9 +163,9 @@ class FoldRequest(MLA, GQA):
     """MLA: the DeepSeek-V3 class, or the source's class with code shipped next to the weights. Default: stock
     where it fits."""
     latent_norm: Literal["auto", "fitted", "linear"] = "auto"
-    """MLA in the stock class: fit the latent to the class's norm, so that the output can be trained and
-    stored in float16, or make the norm linear by a small scale. Auto: fitted, unless that exceeds a bound on
-    its loss."""
+    """MLA in the stock class: fit the latent to the class's norm, so that any tool can train and quantise the
+    output, or make the norm linear by a small scale, which other tools destroy. Auto: fitted, but linear for
+    --rank full."""
     cache_dtype: CacheDtypeName = "bfloat16"
     """Prepare the fold for a cache of this format: the coordinates of what is cached are chosen for it, and
     refinement sees its rounding."""
@@ -235,12 +237,10 @@ class FoldRequest(MLA, GQA):
         # `--refine 0` is the closed form alone, unless the effort has no steps anyway.
         return taken if taken.steps or not effort.steps else replace(taken, solve=False)
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the options that decide the target's sizes and form, as `make_plan` reads them."""
-        names = ("kv_heads", "rank", "rope_dim", "kv_budget", "q_lora_rank", "rope", "container", "slots")
-        return {name: getattr(self, name) for name in names} | {
-            "engine": ",".join(self.engines) if self.engines else None
-        }
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes and the form of the target, as far as they are given."""
+        return Sizes(**{field.name: getattr(self, field.name) for field in fields(Sizes)})
 
     def essentials(self) -> dict[str, Any]:
         """Return what the output depends on, as plain values: the record's `request`.
@@ -255,7 +255,8 @@ class FoldRequest(MLA, GQA):
             kept = draws_text if is_drawn else value != type(self).model_fields[name].default
             if kept and value is not None:
                 found[name] = list(value) if isinstance(value, tuple) else value
-        return found
+        # Ranks are texts there, as records of all versions have them.
+        return found | {name: str(found[name]) for name in ("rank", "q_lora_rank") if name in found}
 
     @property
     def command(self) -> str:

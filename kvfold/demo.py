@@ -187,8 +187,8 @@ def _row(name: str, result: "Result") -> tuple[str, ...]:
 
 
 def _fold(source: Path, to: str, sizes: dict[str, Any], statistics: "Statistics | None", out: Path) -> Path:
-    from .convert.decide.plan import make_plan
     from .convert.request import fold_request
+    from .convert.settle.settle import make_plan
     from .convert.write.rewrite import rewrite
 
     if out.exists():  # a stopped run has written it, and outputs have their names only when they are whole

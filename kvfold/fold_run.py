@@ -88,7 +88,7 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
     from .convert.decide.fold_cost import cost_of
-    from .convert.decide.preparation import prepare
+    from .convert.settle.preparation import prepare
     from .convert.towers.tower import check_text_only, find_tower
     from .core.hub import resolve
 
@@ -98,19 +98,19 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
 
         return plan_tower(request, tower)
     check_text_only(request.model, text_only=request.text_only)
-    plan = prepare(request, dry_run=True).plan
+    plan = prepare(request, dry_run=True)
     return (plan.to_dict(), cost_of(plan)) if is_first() else None
 
 
 def _fold(request: FoldRequest) -> Folded:
     """Fold a causal language model; arguments and result are those of `carry_out`."""
-    from .convert.decide.preparation import prepare
+    from .convert.settle.preparation import output_of, prepare
     from .convert.write.rewrite import check_begun, rewrite
     from .verification.verify import verify_fold
 
     with listening() as heard:
-        prepared = prepare(request, check=check_begun)
-        plan, out = prepared.plan, prepared.out
+        plan = prepare(request, check=check_begun)
+        out = output_of(request, plan)
         for text in plan.notices:
             notice(text)
         record = rewrite(plan, out)

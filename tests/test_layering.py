@@ -74,6 +74,22 @@ def test_parts_import_only_what_stands_below() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_fold_flows_one_way_through_folders() -> None:
+    """From algebra to what is written; what a folder may not import stands behind it."""
+    above = ["write", "settle", "decide", "layer"]
+    barred = {folder: above[:at] for at, folder in enumerate(above)}
+    barred |= {"methods": above, "formats": above, "calibration": above}
+    barred["algebra"] = [*above, "methods", "formats", "calibration", "families", "storage"]
+    wrong = [
+        f"{name} imports {target}"
+        for name in FILES
+        for target in imported(name)
+        if name.startswith("kvfold.convert.") and target.startswith("kvfold.convert.")
+        if target.split(".")[2] in barred.get(name.split(".")[2], ())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_module_imports_itself_by_a_detour() -> None:
     """Imports of every kind count: inside functions, under `TYPE_CHECKING`, and those of kvfold/__init__.py."""
     graph = {name: {target for target in imported(name) if target in FILES} for name in FILES}

@@ -16,19 +16,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..calibration.statistics import LayerStatistics
 from .attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
 
 Layer = TypeVar("Layer", bound=Attention | LatentAttention | IntactAttention)
 
 
-def channel_scales(statistics: LayerStatistics) -> Tensor:
+def channel_scales(input_EE: Tensor) -> Tensor:
     """Return the size of every input channel (D,), relative to their geometric mean; 1 for silent channels.
 
     Args:
-        statistics: of the layer.
+        input_EE: second moment of the layer's input.
     """
-    size_D = statistics.input_EE.diagonal()[:-1].clamp(min=0).sqrt()
+    size_D = input_EE.diagonal()[:-1].clamp(min=0).sqrt()
     log_D = torch.where(size_D > 0, size_D, torch.nan).log2()
     exponent_D = (log_D - log_D.nanmean()).nan_to_num(0.0)
     return torch.exp2(exponent_D.round())
@@ -57,18 +56,3 @@ def with_channels(layer: Layer, scale_D: Tensor) -> Layer:
     found = ((name, getattr(layer, name)) for name in names)
     changed: dict[str, Any] = {name: rows * scale_D for name, rows in found if rows is not None}
     return replace(layer, **changed)
-
-
-def through_channels(statistics: LayerStatistics, scale_D: Tensor) -> LayerStatistics:
-    """Return the statistics for an input whose channels are divided by these scales.
-
-    Args:
-        statistics: of the layer.
-        scale_D: powers of two.
-    """
-    scale_E = torch.cat([scale_D, scale_D.new_ones(1)])
-    return replace(
-        statistics,
-        input_EE=statistics.input_EE / scale_E / scale_E[:, None],
-        input_BTD=statistics.input_BTD / scale_D.to(statistics.input_BTD.dtype),
-    )

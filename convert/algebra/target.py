@@ -3,14 +3,13 @@
 Cache sizes are in elements per token per layer; multiply by layers and by the bytes of the cache's dtype.
 """
 
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from ...core.errors import InvalidInput
 from ...core.units import read_share
 
+Rank = int | Literal["full"]  # of a latent; `full` keeps everything
 NAMES = ("gqa", "mqa", "mla")
 # The width that DeepSeek-V2 found sufficient (arXiv 2405.04434), and that MLA kernels are built for.
 ROPE_DIM = 64
@@ -99,65 +98,70 @@ class LatentTarget:
 Target = GroupedTarget | LatentTarget
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes and the form of a target as a user asks for them; None: left open.
+
+    Attributes:
+        kv_heads: key/value heads of GQA.
+        rank: kv_lora_rank of MLA, or `full`.
+        rope_dim: qk_rope_head_dim of MLA, at most all key heads' width.
+        kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA
+            count.
+        q_lora_rank: of MLA, or `full`; None leaves queries as they are.
+        rope: form of MLA; None is decoupled.
+    """
+
+    kv_heads: int | None = None
+    rank: Rank | None = None
+    rope_dim: int | None = None
+    kv_budget: str | None = None
+    q_lora_rank: Rank | None = None
+    rope: Literal["decoupled", "intact"] | None = None
+
+
 def from_options(
-    source: Geometry,
-    to: str,
-    *,
-    kv_heads: int | None = None,
-    rank: str | None = None,
-    rope_dim: int | None = None,
-    kv_budget: str | None = None,
-    rope: Literal["decoupled", "intact"] | None = None,
-    q_lora_rank: str | None = None,
-    rotary_width: int | None = None,
-    normed: bool = False,
+    source: Geometry, to: str, sizes: Sizes, *, rotary_width: int | None = None, normed: bool = False
 ) -> Target:
-    """Return the target that the size options ask for, with every number filled in.
+    """Return the target that sizes ask for, with every number filled in.
 
     Args:
         source: geometry of the source checkpoint.
         to: `gqa`, `mqa` or `mla`.
-        kv_heads: key/value heads of GQA.
-        rank: kv_lora_rank of MLA as decimal digits, or `full`.
-        rope_dim: qk_rope_head_dim of MLA, at most all key heads' width; chosen when None.
-        kv_budget: cache after the fold as a share of the source's, e.g. `25%` or `0.25`; both parts of MLA
-            count.
-        rope: form of MLA; None is decoupled.
-        q_lora_rank: of MLA, as decimal digits, or `full`; None leaves queries as they are.
+        sizes: what the user asks for.
         rotary_width: how many of a head's dimensions the source rotates; None is all of them.
         normed: whether it normalises them, so that a latent must hold the normed ones.
 
     Raises:
-        InvalidInput: an option does not belong to the target, or its value does not fit the source.
+        InvalidInput: a size does not belong to the target, or its value does not fit the source.
     """
-    sizes = {"kv_heads": kv_heads, "rank": rank, "rope_dim": rope_dim, "kv_budget": kv_budget, "rope": rope}
-    check_options(to, {**sizes, "q_lora_rank": q_lora_rank})
-    elements = None if kv_budget is None else budget_elements(source, kv_budget)
+    check_options(to, sizes)
+    elements = None if sizes.kv_budget is None else budget_elements(source, sizes.kv_budget)
     if to == "mla":
-        if (rank is None) == (elements is None):
+        if (sizes.rank is None) == (elements is None):
             raise InvalidInput(
                 "--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, "
                 f"{_both_or_none(elements)}"
             )
-        if rope == "intact" or rotary_width == 0:
-            latent = _joint(source, rank, rope_dim, elements, rope or "decoupled", normed)
+        if sizes.rope == "intact" or rotary_width == 0:
+            latent = _joint(source, sizes, elements, normed)
         else:
-            latent = _mla(source, rank, rope_dim, elements, rotary_width or source.head_dim)
-        return replace(latent, q_lora_rank=query_rank(source, q_lora_rank))
-    return _gqa(source, 1 if to == "mqa" else kv_heads, elements)
+            latent = _mla(source, sizes, elements, rotary_width or source.head_dim)
+        return replace(latent, q_lora_rank=query_rank(source, sizes.q_lora_rank))
+    return _gqa(source, 1 if to == "mqa" else sizes.kv_heads, elements)
 
 
-def check_options(to: str, given: Mapping[str, Any]) -> None:
+def check_options(to: str, sizes: Sizes) -> None:
     """Refuse a size that a target does not have.
 
     Raises:
         InvalidInput: there is one.
     """
     latent = {"rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"}
-    sizes = {"gqa": {"kv_heads", "kv_budget"}, "mqa": set[str](), "mla": latent}
+    taken = {"gqa": {"kv_heads", "kv_budget"}, "mqa": set[str](), "mla": latent}[to]
     for option in ("kv_heads", "rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"):
-        if given.get(option) is not None and option not in sizes[to]:
-            takes = " and ".join(sorted(f"--{name.replace('_', '-')}" for name in sizes[to])) or "no size"
+        if getattr(sizes, option) is not None and option not in taken:
+            takes = " and ".join(sorted(f"--{name.replace('_', '-')}" for name in taken)) or "no size"
             raise InvalidInput(f"--{option.replace('_', '-')} does not apply to --to {to}; it takes {takes}")
 
 
@@ -210,9 +214,8 @@ def budget_notices(source: Geometry, target: Target, budget: str | None) -> tupl
     )
 
 
-def _mla(
-    source: Geometry, rank: str | None, rope_dim: int | None, elements: int | None, rotary_width: int
-) -> LatentTarget:
+def _mla(source: Geometry, sizes: Sizes, elements: int | None, rotary_width: int) -> LatentTarget:
+    rank, rope_dim = sizes.rank, sizes.rope_dim
     full = source.num_key_value_heads * source.head_dim
     if rank == "full":
         if rope_dim is not None:
@@ -229,7 +232,7 @@ def _mla(
             f"a budget of {elements} elements per token and layer leaves no room for a latent next to "
             f"--rope-dim {rope_dim}; the least would be {share_of(rope_dim + 1, source)}"
         )
-    kv_lora_rank = read_rank(rank) if elements is None else elements - rope_dim
+    kv_lora_rank = (rank or 0) if elements is None else elements - rope_dim
     most = source.cache_elements - rope_dim - 1
     if not 1 <= kv_lora_rank <= most:
         raise InvalidInput(
@@ -240,16 +243,10 @@ def _mla(
     return LatentTarget(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=rope_dim)
 
 
-def _joint(
-    source: Geometry,
-    rank: str | None,
-    rope_dim: int | None,
-    elements: int | None,
-    rope: Literal["decoupled", "intact"],
-    normed: bool,
-) -> LatentTarget:
+def _joint(source: Geometry, sizes: Sizes, elements: int | None, normed: bool) -> LatentTarget:
     """Return MLA whose latent is all that is cached."""
-    if rope_dim is not None:
+    rank, rope = sizes.rank, sizes.rope or "decoupled"
+    if sizes.rope_dim is not None:
         raise InvalidInput(
             "--rope-dim does not apply here: there is no rotary key next to the latent; leave it out"
         )
@@ -257,7 +254,7 @@ def _joint(
     if rank == "full":
         return LatentTarget(kv_lora_rank=full, qk_rope_head_dim=0, slots="source", rope=rope)
     if elements is None:
-        elements = read_rank(rank)
+        elements = rank or 0
         if not 1 <= elements <= full:
             raise InvalidInput(
                 f"--rank {rank} does not fit; choose a rank from 1 to {full}, or --rank full, which keeps "
@@ -268,27 +265,20 @@ def _joint(
     return LatentTarget(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
 
 
-def query_rank(source: Geometry, text: str | None) -> int | None:
+def query_rank(source: Geometry, wanted: Rank | None) -> int | None:
     """Return q_lora_rank as a number; `full` is the least rank that keeps every query.
 
     Raises:
-        InvalidInput: it is no number, or more than keeps everything.
+        InvalidInput: it is more than keeps everything, or no rank.
     """
-    if text is None:
-        return None
     full = min(source.hidden_size, source.num_attention_heads * source.head_dim)
-    rank = full if text == "full" else read_rank(text)
-    if not 1 <= rank <= full:
+    rank = full if wanted == "full" else wanted
+    if rank is not None and not 1 <= rank <= full:
         raise InvalidInput(
-            f"--q-lora-rank {text} does not fit; choose a rank from 1 to {full}, or --q-lora-rank "
+            f"--q-lora-rank {wanted} does not fit; choose a rank from 1 to {full}, or --q-lora-rank "
             "full, which keeps every query"
         )
     return rank
-
-
-def read_rank(text: str | None) -> int:
-    """Return a rank in decimal digits as a number; 0, which fits nothing, for any other text."""
-    return int(text) if text is not None and re.fullmatch("[0-9]{1,18}", text) else 0
 
 
 def _halvings(width: int, limit: int) -> int:

@@ -14,7 +14,7 @@ in the half layout.
 import hashlib
 import json
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,15 @@ class LayerStatistics:
         """Return D, N, K·H and H."""
         heads, width = self.query_NHH.shape[:2]
         return self.output_fisher.shape[0], heads, self.key_fisher.shape[0], width
+
+    def through_channels(self, scale_D: Tensor) -> "LayerStatistics":
+        """Return the statistics for an input whose channels are divided by these powers of two."""
+        scale_E = torch.cat([scale_D, scale_D.new_ones(1)])
+        return replace(
+            self,
+            input_EE=self.input_EE / scale_E / scale_E[:, None],
+            input_BTD=self.input_BTD / scale_D.to(self.input_BTD.dtype),
+        )
 
     def copied(self) -> "LayerStatistics":
         """Return the same numbers in memory that torch has allocated.

@@ -7,7 +7,7 @@ tensor shapes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
@@ -15,6 +15,7 @@ from ...models.remote_code import HERE
 from .engine_rules import lint_written
 from .engines import ENGINES, SERVED
 from .lint import LintFinding, Written
+from .plan import Draft
 from .rules.cache_formats import format_findings
 from .rules.engine_pairs import UNKNOWN
 
@@ -48,27 +49,24 @@ class PlannedOutput(Protocol):
         """Return the directory of the tokenizer that the output gets."""
 
 
-Output = TypeVar("Output", bound=PlannedOutput)
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineChoice(Generic[Output]):
+class EngineChoice:
     """A plan that all named engines run.
 
     Attributes:
-        plan: the plan.
+        draft: of the plan.
         reasons: which format was chosen and which were not, in sentences.
         unsaved: the engines that run it without a smaller cache, or of which it is not known, in sentences.
     """
 
-    plan: Output
+    draft: Draft
     reasons: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
 
 
 def choose_plan(
-    engines: Sequence[str], containers: Sequence[str], make: Callable[[str], Output]
-) -> EngineChoice[Output]:
+    engines: Sequence[str], containers: Sequence[str], make: Callable[[str], Draft]
+) -> EngineChoice:
     """Return the first plan that all engines run with a smaller cache.
 
     Where there is only one format to try, a plan whose cache is not smaller in every engine is accepted too.
@@ -76,30 +74,30 @@ def choose_plan(
     Args:
         engines: that must run the output.
         containers: of `containers_for`.
-        make: returns the plan of a container, or raises InvalidInput.
+        make: returns the draft of a container, or raises InvalidInput.
 
     Raises:
         InvalidInput: no plan is accepted; the message gives the reason for each container.
     """
     if not engines:
-        return EngineChoice(plan=make(containers[0]))
+        return EngineChoice(draft=make(containers[0]))
     is_only = len(containers) == 1
     refused: dict[str, InvalidInput | LintFinding] = {}
     for container in containers:
         try:
-            plan = make(container)
+            draft = make(container)
         except InvalidInput as refusal:
             if is_only:
                 raise
             refused[container] = refusal
             continue
-        found = judge(plan, engines)
+        found = judge(draft.plan, engines)
         failing = [finding for finding in found if finding.fails]
         unsaved = [finding for finding in found if finding.effect == "saves no cache"]
         unsaved += [finding for finding in found if finding.effect == UNKNOWN]
         if not failing and (is_only or not unsaved):
             reasons = _reasons(engines, container, refused)
-            return EngineChoice(plan=plan, reasons=reasons, unsaved=tuple(map(str, unsaved)))
+            return EngineChoice(draft=draft, reasons=reasons, unsaved=tuple(map(str, unsaved)))
         refused[container] = (failing or unsaved)[0]
     sentences = {str(why) for why in refused.values()}
     raise InvalidInput(sentences.pop() if len(sentences) == 1 else _refusal(engines, refused))

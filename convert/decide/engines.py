@@ -21,11 +21,19 @@ def read_engines(text: str | None) -> tuple[str, ...]:
         return ()
     if not text:
         raise InvalidInput(f"the list of engines is empty; choose from: {', '.join(ENGINES)}")
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    return check_engines([name.strip() for name in text.split(",")])
+
+
+def check_engines(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the engines of a list, each once.
+
+    Raises:
+        InvalidInput: kvfold has no rules for one of them.
+    """
     for name in names:
         if name not in ENGINES:
             raise InvalidInput(f"--engine {name!r} is unknown; choose from: {', '.join(ENGINES)}")
-    return names
+    return tuple(dict.fromkeys(names))
 
 
 def are_served(engines: Sequence[str]) -> bool:

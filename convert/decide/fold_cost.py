@@ -19,13 +19,12 @@ from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.capacity import Need, fold_bytes
 from ..calibration.reach import PAIRS, default_length, joined_lengths
 from ..calibration.study import batch_size
-from ..efforts import EFFORTS
+from ..efforts import EFFORTS, MEASURED
 from ..methods.allocation import rotary_widths
 from ..methods.latent_norm import LEAST_PARTS
 from ..methods.refinement import HELD_BACK, RIDGES, SHARES, trial_steps
 from ..methods.table import reads_statistics
 from ..storage import cache_fit, cache_moments
-from .measured import norm_choice, width_choice
 from .plan import Plan
 
 # Measured seconds over counted ones, fitted on folds of four sources (benchmarks/results/fold-cost.json).
@@ -167,10 +166,7 @@ class _Counts:
         need = Need.of(source, sequences=1, length=2)
         # All that multiply every token: the layers and the head.
         self.weights = (need.weights - need.rest) // _FLOAT + self.vocabulary * self.hidden
-        # A plan by weights alone has a linear norm, which statistics may change.
-        self.fits_norm = (
-            plan.latent_norm is not None and request.latent_norm != "linear" and calibration != "none"
-        )
+        self.fits_norm = plan.latent_norm == "fitted" and calibration != "none"
 
     def of_model(self) -> dict[str, Work]:
         """Return the work of the phases in which the whole source is at work."""
@@ -188,9 +184,7 @@ class _Counts:
         closed = self._closed()
         work = {"closed form": self.layers * closed}
         if self.fits_norm:
-            norm = self._norm()
-            chosen = self._measured_layers(norm_choice.LAYERS) * (norm + 2 * closed)
-            work["closed form"] += self.layers * norm + chosen
+            work["closed form"] += self.layers * self._norm()
         if self.calibration == "none":
             return work
         work["closed form"] += self._division(closed) + Work(calls=_OPTIMISED)
@@ -211,13 +205,8 @@ class _Counts:
         batch = min(batch_size(self.length), self.sequences)
         need = Need.of(source, sequences=batch, length=self.length)
         studied = need.weights + max(self.sequences * need.cached, need.activations) + need.statistics
-        fitted = self.plan.fitted_ranks(norm=self.fits_norm)
-        folded = fold_bytes(source, (self.sequences, self.length), **fitted)
+        folded = fold_bytes(source, (self.sequences, self.length), **self.plan.fitted_ranks)
         return int(BASE + max(studied, need.statistics + jobs * folded))
-
-    def _measured_layers(self, most: int) -> int:
-        """Return how many layers are measured, at most; some threads may be idle, which counts as well."""
-        return math.ceil(min(most, self.layers) / self.jobs) * self.jobs
 
     def _text(self, sequences: int) -> Work:
         """Count a text that the source writes, all sequences at once, and what it reads of it."""
@@ -307,7 +296,8 @@ class _Counts:
         rows = 2 * self.key_heads * self.width
         flop = 2 * self.hidden * rows * (4 * self.hidden + 2 * rows)
         predicted = self.layers * Work(flop=flop, cubes=min(self.hidden, rows) ** 3 / 2)  # eigenvalues alone
-        layers = self._measured_layers(width_choice.LAYERS) if plan.effort.widths else 0
+        # Some threads may be idle while the last layers are measured, which counts as well.
+        layers = math.ceil(min(MEASURED, self.layers) / self.jobs) * self.jobs if plan.effort.widths else 0
         measured = _TABLES * layers * (closed + self._measured())
         if plan.container.profile is not None:
             return _TABLES * predicted + measured
@@ -345,6 +335,4 @@ class _Counts:
         again = prepared + self._refinement() if plan.refine else prepared
         if not self.fits_norm:
             return self.layers * again
-        # The choice of a norm prepares closed forms with both norms.
-        chosen = 2 * self._measured_layers(norm_choice.LAYERS)
-        return self.layers * (again + self._norm()) + chosen * prepared
+        return self.layers * (again + self._norm())

@@ -3,14 +3,15 @@
 Sources that the stock class cannot hold need kvfold's own attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ...core.errors import InvalidInput
-from ..algebra.target import LatentTarget, Target, from_options
+from ..algebra.target import LatentTarget, Sizes, Target, from_options
 from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle, never_latent
 from ..families.source import Source
+from ..families.support import LIMIT
 from ..formats.blocks import folded_block
 from ..formats.container import Container
 from ..formats.remote import Remote
@@ -20,6 +21,11 @@ from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slots_of
+from .draft_options import DraftOptions
+from .engines import SERVED, are_served
+from .plan import Draft
+
+CHOSEN = "rotation is "  # how the notice of a choice between the forms begins
 
 _AND = {
     BEHIND_ROTATION: ", and no output format rebuilds such keys",
@@ -35,24 +41,35 @@ class Form:
         rope: `decoupled`, a rotary key next to the latent; `intact`, keys rotated after they are rebuilt.
         remote: whether the output needs the code that is shipped with it.
         why: the reason, where it was not the user's choice.
-        norm: role of the latent's norms, as `Plan.latent_norm`; in kvfold's own code any makes them real.
     """
 
     rope: Literal["decoupled", "intact"]
     remote: bool
     why: str | None = None
-    norm: str | None = None
 
 
-def choose_form(source: Source, rope: str | None, container: str) -> Form:
-    """Choose the form and the container of MLA.
+def choose_form(source: Source, to: str, options: DraftOptions) -> Form | None:
+    """Choose the form and the container of MLA; return None for other targets, which have none.
 
     The user's choice comes first. Otherwise the form is decoupled and the class is stock, where these hold
     the source.
 
     Raises:
-        InvalidInput: the user's choice cannot hold the source.
+        InvalidInput: the user's choice cannot hold the source, or there is one for another target.
     """
+    rope, container = options.sizes.rope, options.container
+    if to != "mla":
+        if options.slots is not None:
+            raise InvalidInput(
+                f"--slots {options.slots} does not apply to --to {to}, which has no rotary slots"
+            )
+        if container != "auto":
+            raise InvalidInput(
+                f"--container {container} does not apply to --to {to}, which is written in the source's own "
+                "class"
+            )
+        return None
+    container = "stock" if container == SERVED else container
     never = never_latent(source.family)
     if never is not None:
         raise InvalidInput(
@@ -103,34 +120,15 @@ def _stock_obstacle(source: Source, container: str) -> str | None:
     return None if obstacle is None else obstacle.partition("; use --to")[0]
 
 
-def wanted_form(
-    source: Source, to: str, rope: str | None, container: str | None, slots: str | None
-) -> Form | None:
-    """Return the form of MLA; None for other targets, which have none.
-
-    Raises:
-        InvalidInput: `slots` or `container` is given for another target.
-    """
-    if to == "mla":
-        return choose_form(source, rope, container or "auto")
-    if slots is not None:
-        raise InvalidInput(f"--slots {slots} does not apply to --to {to}, which has no rotary slots")
-    if container not in {None, "auto"}:
-        raise InvalidInput(
-            f"--container {container} does not apply to --to {to}, which is written in the source's own class"
-        )
-    return None
-
-
-def target_of(source: Source, to: str, sizes: Mapping[str, Any], form: Form | None) -> Target:
+def target_of(source: Source, to: str, sizes: Sizes, form: Form | None) -> Target:
     """Return the target that the user asked for, in the form that the source takes."""
     if form is None:
-        return from_options(source.geometry, to, **sizes)
+        return from_options(source.geometry, to, sizes)
     geometry = source.geometry
     target = from_options(
         geometry,
         to,
-        **{**sizes, "rope": form.rope},
+        replace(sizes, rope=form.rope),
         rotary_width=source.rotary_width,
         normed=source.family.k_norm is not None,
     )
@@ -146,8 +144,17 @@ def target_of(source: Source, to: str, sizes: Mapping[str, Any], form: Form | No
     return target
 
 
-def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form) -> Container:
+def latent_container(
+    source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form, *, fitted: bool
+) -> Container:
     """Return the output format of a target whose form `choose_form` chose.
+
+    Args:
+        source: the checkpoint.
+        target: the target.
+        bands: its rotary slots.
+        form: of it.
+        fitted: whether the norms of kvfold's own code are real.
 
     Raises:
         InvalidInput: the stock class cannot hold all of a source that normalises its heads.
@@ -185,7 +192,48 @@ def latent_container(source: Source, target: LatentTarget, bands: tuple[Band, ..
         scaled=len(set(scales)) > 1,
         nope_width=0 if bands and target.slots == "source" else source.geometry.head_dim,
         biases=source.biases | (frozenset("qkv") if "qkv" in source.biases else frozenset()),
-        fitted=form.norm is not None,
+        fitted=fitted,
         reordered=source.reordered,
         layers=source.attending if source.kinds else (),
     )
+
+
+def _is_limited(source: Source) -> bool:
+    """Return whether a source has windows or bounded scores, which vLLM's latent attention has not."""
+    cap = source.family.soft_cap
+    windows = any(source.window(layer) is not None for layer in source.attending)
+    return windows or (cap is not None and source.config[cap] is not None)
+
+
+def choose_rope(source: Source, options: DraftOptions, make: Callable[[str | None], Draft]) -> Draft:
+    """Return the draft of one of the two forms of a source with key norms, where the user leaves it open.
+
+    Both hold it. Intact rotation loses less and decodes more slowly: every step rebuilds all keys, and
+    engines such as vLLM then cache keys and values whole. A notice says which was taken, and why.
+
+    Args:
+        source: one with key norms.
+        options: of the draft.
+        make: returns the draft of a form, or raises InvalidInput.
+    """
+    if options.sizes.rope_dim is not None or options.slots is not None:
+        return make("decoupled")
+    if options.container == "stock":
+        return make(None)
+    if are_served(options.engines):
+        return make("intact" if _is_limited(source) else "decoupled")
+    intact = make("intact")
+    if intact.plan.predicted is None:
+        return intact
+    try:
+        decoupled = make("decoupled")
+    except InvalidInput:  # its layers have unlike tables, or its slots have no place in the budget
+        return intact
+    assert decoupled.plan.predicted is not None, "both have statistics"
+    cost = decoupled.plan.predicted - intact.plan.predicted
+    forms = ("decoupled", "intact") if cost <= LIMIT else ("intact", "decoupled")
+    sentence = (
+        f"{CHOSEN}{forms[0]}: decoupled is predicted to lose {cost:.4f} nats per token more than intact, and "
+        f"the limit is {LIMIT}; --rope {forms[1]} takes the other"
+    )
+    return (decoupled if cost <= LIMIT else intact).telling(sentence)

@@ -1,7 +1,4 @@
-"""A fold that is decided but not begun: every output tensor, the cache before and after, and the notices.
-
-No weight is read.
-"""
+"""A fold that is decided and not begun: every output tensor, the cache before and after, and the notices."""
 
 import hashlib
 import json
@@ -11,42 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ...core.version import __version__
-from ..algebra.target import LatentTarget, Target, budget_notices
-from ..calibration.statistics import Statistics
-from ..calibration.text_length import at_context
-from ..efforts import Effort
-from ..families.source import Source, open_source
-from ..formats.cache_size import cache_size, check_prepared_values
-from ..formats.container import Container
+from ..formats.cache_size import cache_size
 from ..formats.copies import Copy
-from ..formats.host_class import grouped_container
-from ..methods import table as methods
-from ..methods.latent import Band
-from ..methods.query_rank import planned_losses, query_notices, query_parameters
-from ..methods.slots import Division, choose_slots
-from ..request import FoldRequest
-from .engine_choice import choose_plan, engine_notices, format_notices
-from .engines import SERVED, are_served, containers_for, read_engines
-from .form import Form, latent_container, target_of, wanted_form
-from .profile_choice import plan_profiles, served_notices
-from .quantised_output import (
-    output_modules,
-    output_scheme,
-    planned_copies,
-    quantised_fields,
-    quantised_notices,
-    read_specs,
-)
-from .rope_choice import choose_rope
-from .serving_shape import served_container, served_shape
-from .stock_norm import LatentNorm, first_norm, written_dtypes
+from ..layer.fold_inputs import Folding
+from ..methods.query_rank import query_parameters
+from ..methods.slots import Division
+from .quantised_output import output_modules, output_scheme, quantised_fields, read_specs
 
-_NOT_SIZES = {"container", "slots", "engine", "profile", "theta"}
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
 
 
@@ -66,83 +38,32 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A fold that is decided but not begun.
+class Plan(Folding):
+    """A fold that is decided and not begun. Nothing in it is open.
 
     Attributes:
-        source: the checkpoint that is read.
-        target: the attention that it becomes.
-        method: name of the method that folds the layers.
-        container: the output format.
-        bands: the rotary slots of MLA.
-        statistics: of the source on calibration tokens; None where only its weights are used.
         predicted: expected loss of MLA's division of the cache, in nats per token; None without statistics.
         losses: the same by layer that attends and part: `slots` (rotation that the slots lose), `latent` and
             `queries`.
-        widths: the rotary widths that width_choice.py has yet to choose from; empty: it is decided.
-        thetas: the values of `rope_theta` that table_choice.py has yet to choose from, the present one first.
-        refine: number of steps by which each layer is refined where there are statistics.
-        effort: sequences in each of these steps, and draws for the weights of lengths.
         dtype: of the attention's tensors.
         copies: the other output tensors, and the source tensor that each is made of.
         layers: the attention of each layer that attends.
         notices: sentences for the user.
-        request: what the user asked for, with the choices that were made for them.
         engines: that must run the output.
-        latent_norm: role of the latent's norms: `fitted`, they are norms, and the latent is chosen to suit
-            them; `linear`, its scale makes them linear in the stock class; `auto`, norm_choice.py has yet to
-            choose. None in other formats, and in kvfold's own code where its epsilon makes them linear.
-        formats: number formats of the cache in which the losses of layers are measured too.
-        inputs: second moments (E, E) of the inputs that layers have behind others that were changed, by
-            layer, for rules that read these (write/layer_order.py); empty: the source's are taken.
     """
 
-    source: Source
-    target: Target
-    method: str
-    container: Container
-    bands: tuple[Band, ...]
-    statistics: Statistics | None
     predicted: float | None
     losses: tuple[dict[str, float] | None, ...]
-    refine: int
-    effort: Effort
     dtype: torch.dtype
     copies: dict[str, Copy]
     layers: tuple[PlannedLayer, ...]
     notices: tuple[str, ...]
-    request: FoldRequest
     engines: tuple[str, ...] = ()
-    latent_norm: LatentNorm | None = None
-    formats: tuple[str, ...] = ()
-    inputs: Mapping[int, Tensor] = field(default_factory=dict)
-    widths: Mapping[int, Division] = field(default_factory=dict)
-    thetas: tuple[float, ...] = ()
 
     @property
     def tokenizer(self) -> Path:
         """Return the directory of the tokenizer, which the output gets as it is."""
         return self.source.checkpoint.directory
-
-    @property
-    def solves(self) -> bool:
-        """Return whether output projections are solved for; a closed form does so if it is its effort."""
-        return self.effort.solve and (self.refine > 0 or self.effort.steps == 0)
-
-    def fitted_ranks(self, *, norm: bool) -> dict[str, int | None]:
-        """Return widths of a latent that is fitted to tokens, as `capacity.fold_bytes` takes them.
-
-        Args:
-            norm: whether a norm is fitted.
-        """
-        rank = self.target.kv_lora_rank if isinstance(self.target, LatentTarget) else None
-        is_stored = self.request.cache_dtype != "bfloat16"
-        return {"levelled": rank if norm else None, "stored": rank if is_stored else None}
-
-    @property
-    def folds_biases(self) -> bool:
-        """Return whether biases must go into weights, because the output has no place for them."""
-        return bool(self.source.biases) and not self.container.holds_biases
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -257,144 +178,20 @@ class Plan:
         }
 
 
-def make_plan(
-    place: Path | Source,
-    request: FoldRequest,
-    statistics: Statistics | None = None,
-    theta: float | None = None,
-) -> Plan:
-    """Decide a fold from what the user asked for.
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A plan, and the choices in it that are left open until they are measured (`settle`).
 
-    Args:
-        place: the source checkpoint, which the request names.
-        request: the target with its sizes and form, the method, the dtype and the steps of refinement.
-        statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
-            loss.
-        theta: `rope_theta` of the stock class for engines; None: the source's own.
-
-    Returns:
-        The plan of the least lossy output format that the engines run.
-
-    Raises:
-        InvalidInput: the source cannot be folded, or not to this target.
+    Attributes:
+        plan: what is decided, and what predictions choose of the rest.
+        widths: the rotary widths to choose from; one or none: it is decided.
+        thetas: the values of `rope_theta` to choose from, the source's own first.
     """
-    source = place if isinstance(place, Source) else open_source(place)
-    statistics = at_context(source, statistics, request.context)
-    options = {**request.sizes(), "theta": theta}
-    engines = read_engines(options["engine"])
-    has_size = request.rank is not None or request.kv_budget is not None
 
-    def make(container: str) -> Plan:
-        def planned(chosen: Mapping[str, Any]) -> Plan:
-            return _plan(source, request, {**chosen, "container": container}, statistics)
+    plan: Plan
+    widths: Mapping[int, Division] = field(default_factory=dict)
+    thetas: tuple[float, ...] = ()
 
-        if request.to != "mla" or not are_served(engines) or (has_size and container != SERVED):
-            return planned(options)
-        plan, reason = plan_profiles(source, options, engines, planned)
-        return replace(plan, notices=(*plan.notices, *reason))
-
-    choice = choose_plan(engines, containers_for(engines, request.to, request.container), make)
-    told = served_notices(choice.plan.target, source.geometry, choice.plan.container.cached, engines)
-    told += budget_notices(source.geometry, choice.plan.target, request.kv_budget)
-    told += engine_notices(choice.plan, engines)
-    told += format_notices(choice.plan, engines, request.cache_dtype)
-    notices = (*choice.reasons, *choice.plan.notices, *choice.unsaved, *told)
-    return replace(choice.plan, engines=engines, notices=notices)
-
-
-def _plan(
-    source: Source, request: FoldRequest, options: Mapping[str, Any], statistics: Statistics | None
-) -> Plan:
-    """Return the plan of one output format: `options["container"]`, of `containers_for`."""
-
-    def make(rope: str | None) -> Plan:
-        return _plan_of_form(source, request, {**options, "rope": rope}, statistics)
-
-    if request.to != "mla" or options.get("rope") is not None or source.family.k_norm is None:
-        return make(options.get("rope"))
-    return choose_rope(source, options, make)
-
-
-def _plan_of_form(
-    source: Source, request: FoldRequest, options: Mapping[str, Any], statistics: Statistics | None
-) -> Plan:
-    """Return the plan of one output format and form; arguments are those of `_plan`."""
-    to = request.to
-    sizes = {key: options[key] for key in options.keys() - _NOT_SIZES}
-    is_served = options["container"] == SERVED
-    container_name = "stock" if is_served else options["container"]
-    form = wanted_form(source, to, sizes.get("rope"), container_name, options.get("slots"))
-    target: Target
-    served = served_shape(source, options, options["profile"]) if is_served else None
-    target = target_of(source, to, sizes, form) if served is None else served.target
-    method = _method(source, target, request)
-    fixed, table_S = ((), None) if served is None else (served.bands, served.table)
-    division = choose_slots(source, target, statistics, options, method, fixed, table_S)
-    target, bands = division.target, division.bands
-    norm = first_norm(source, form, target, request.latent_norm, statistics, request.dtype)
-    written, notices = written_dtypes(source, norm, request.dtype, dequantize=request.dequantize)
-    kind = written[source.reads(source.attending[0])[0]]
-    losses = planned_losses(source, target, statistics, division.losses)
-    form = form and replace(form, norm=norm)
-    container = _container(source, target, bands, form, options)
-    layers = tuple(
-        PlannedLayer(number=n, reads=(*source.reads(n), *container.norms(n)), writes=container.specs(n, kind))
-        for n in source.folded
-    )
-    predicted = None
-    if losses and "latent" in losses[0]:
-        predicted = sum(sum(loss.values()) for loss in losses)
-    notices += container.notices(source, None if form is None else form.why)
-    notices += query_notices(target, layers[0].writes)
-    reads = {name for layer in layers for name in layer.reads}
-    copies = planned_copies(source, container, reads, written, keeps=not request.dequantize)
-    notices += quantised_notices(source, copies, kind, dequantize=request.dequantize)
-    taken = request.taken
-    refine = taken.steps if method == methods.OWN else 0
-    steps = None if statistics is None else refine
-    chosen = {"method": method, "sequences": taken.sequences, "refine": steps}
-    return Plan(
-        source=source,
-        target=target,
-        method=method,
-        container=container,
-        bands=bands,
-        statistics=statistics,
-        predicted=predicted,
-        losses=losses or (None,) * len(layers),
-        widths=division.widths,
-        thetas=() if served is None or statistics is None else served.thetas,
-        refine=refine,
-        effort=taken,
-        dtype=kind,
-        copies=copies,
-        layers=layers,
-        notices=tuple(notices),
-        request=request.model_copy(update=chosen),
-        latent_norm=norm,
-    )
-
-
-def _method(source: Source, target: Target, request: FoldRequest) -> str:
-    """Return the method to use, one that can do what is asked."""
-    method = methods.check(target, request.method)
-    methods.check_prepared(target, method, request.cache_dtype, request.rank)
-    check_prepared_values(source, request.cache_dtype)
-    return method
-
-
-def _container(
-    source: Source, target: Target, bands: tuple[Band, ...], form: Form | None, options: Mapping[str, Any]
-) -> Container:
-    """Return the output format of a target.
-
-    MLA is written in the stock latent class or with kvfold's own code; GQA and MQA in the source's own class,
-    or in its host.
-    """
-    if not isinstance(target, LatentTarget):
-        return grouped_container(source, target)
-    if options["container"] == SERVED:
-        engines = read_engines(options["engine"])
-        return served_container(source, target, bands, engines=engines, profile=options["profile"])
-    assert form is not None
-    return latent_container(source, target, bands, form)
+    def telling(self, *sentences: str) -> "Draft":
+        """Return the same with more notices."""
+        return replace(self, plan=replace(self.plan, notices=(*self.plan.notices, *sentences)))

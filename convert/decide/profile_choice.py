@@ -4,14 +4,16 @@ An engine that takes any width on only some of its hardware gets a profile if on
 of its hardware runs that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...core.errors import InvalidInput
-from ..algebra.target import Geometry, LatentTarget, Target, budget_elements, from_options, read_rank
+from ..algebra.target import Geometry, LatentTarget, Sizes, Target, budget_elements, from_options
 from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
+from .draft_options import DraftOptions
 from .per_rank import rank_notices
+from .plan import Draft
 from .rules.engine_pairs import HARDWARE, takes_any_width
 from .serving_shape import saves_nothing
 
@@ -20,56 +22,34 @@ from .serving_shape import saves_nothing
 NARROW_COST = 0.01
 
 
-class PredictedPlan(Protocol):
-    """The part of a plan that the choice reads."""
-
-    @property
-    def predicted(self) -> float | None:
-        """Return the expected loss, nats per token; None without statistics."""
-
-
-Output = TypeVar("Output", bound=PredictedPlan)
-
-
-def profiles_for(source: Source, options: Mapping[str, Any], engines: Sequence[str]) -> tuple[Profile, ...]:
+def profiles_for(source: Source, options: DraftOptions) -> tuple[Profile, ...]:
     """Return the profiles that the options and the source's cache leave, the widest first.
-
-    Args:
-        source: the checkpoint.
-        options: of `plan.make_plan`.
-        engines: that must run the output.
 
     Raises:
         InvalidInput: the sizes do not fit the source, where engines take any width.
     """
-    rank, budget = options.get("rank"), options.get("kv_budget")
-    size, number = source.geometry.cache_elements, read_rank(rank)
+    rank, budget, engines = options.sizes.rank, options.sizes.kv_budget, options.engines
+    size = source.geometry.cache_elements
     if rank == "full":
         return (SERVING,)
     has_size = (rank is None) != (budget is None)
     if has_size and all(map(takes_any_width, engines)):
-        return (_own(source, options),)
+        return (_own(source, options.sizes),)
     smaller = [profile for profile in PROFILES if profile.cached < size]
     if budget is not None:
         smaller = [one for one in smaller if one.cached <= budget_elements(source.geometry, budget)][:1]
-    elif number:
-        smaller = [profile for profile in smaller if number <= profile.latent][-1:]
+    elif rank is not None:
+        smaller = [profile for profile in smaller if rank <= profile.latent][-1:]
     is_free = all(takes_any_width(engine, everywhere=False) for engine in engines)
-    if has_size and is_free and not any(options.get("rope_dim") in (None, one.rope) for one in smaller):
-        return (_own(source, options),)
-    return tuple(smaller) or (NARROW if number <= NARROW.latent else SERVING,)  # refused with the reason
+    if has_size and is_free and not any(options.sizes.rope_dim in (None, one.rope) for one in smaller):
+        return (_own(source, options.sizes),)
+    return tuple(smaller) or (NARROW if (rank or 0) <= NARROW.latent else SERVING,)  # refused with the reason
 
 
-def _own(source: Source, options: Mapping[str, Any]) -> Profile:
+def _own(source: Source, sizes: Sizes) -> Profile:
     """Return the widths that the user asks for as a profile."""
-    target = from_options(
-        source.geometry,
-        "mla",
-        rank=options.get("rank"),
-        rope_dim=options.get("rope_dim"),
-        kv_budget=options.get("kv_budget"),
-        rotary_width=source.rotary_width,
-    )
+    asked = replace(sizes, kv_heads=None, q_lora_rank=None, rope=None)
+    target = from_options(source.geometry, "mla", asked, rotary_width=source.rotary_width)
     assert isinstance(target, LatentTarget)
     width = source.geometry.head_dim
     return Profile(
@@ -81,9 +61,9 @@ def _own(source: Source, options: Mapping[str, Any]) -> Profile:
 
 
 def choose_profile(
-    profiles: Sequence[Profile], make: Callable[[Profile], Output]
-) -> tuple[Output, Profile, str]:
-    """Plan each profile, and return the plan to take, its profile, and the reason.
+    profiles: Sequence[Profile], make: Callable[[Profile], Draft]
+) -> tuple[Draft, Profile, str]:
+    """Draft each profile, and return the draft to take, its profile, and the reason.
 
     The narrow one is taken where it is predicted to cost at most NARROW_COST more; without a prediction the
     wide one is.
@@ -91,7 +71,7 @@ def choose_profile(
     Raises:
         InvalidInput: the source fits none.
     """
-    made: list[tuple[Output, Profile]] = []
+    made: list[tuple[Draft, Profile]] = []
     refusal: InvalidInput | None = None
     for profile in profiles:
         try:
@@ -104,7 +84,7 @@ def choose_profile(
     wide, narrow = made[0], made[-1]
     if wide is narrow:
         return *wide, ""
-    losses = wide[0].predicted, narrow[0].predicted
+    losses = wide[0].plan.predicted, narrow[0].plan.predicted
     if losses[0] is None or losses[1] is None:
         why = (
             f"{wide[1]} was taken without a prediction of losses; --rank {narrow[1].latent} takes "
@@ -117,25 +97,19 @@ def choose_profile(
     return *wide, f"{told}: {wide[1]} was taken; --rank {narrow[1].latent} takes {narrow[1]}"
 
 
-def plan_profiles(
-    source: Source,
-    options: Mapping[str, Any],
-    engines: Sequence[str],
-    make: Callable[[Mapping[str, Any]], Output],
-) -> tuple[Output, tuple[str, ...]]:
-    """Plan the profiles that fit, and return the plan to take with the reason, if there was a choice.
+def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOptions], Draft]) -> Draft:
+    """Draft the profiles that fit, and return the draft to take, with the reason if there was a choice.
 
     Args:
         source: the checkpoint.
-        options: of `plan.make_plan`.
-        engines: that must run the output.
-        make: returns the plan of options with a `profile`, and with its rank where they have no size.
+        options: without a profile.
+        make: returns the draft of options with a profile, and with its rank where they have no size.
 
     Raises:
         InvalidInput: the source or the rotary width fits no profile.
     """
-    has_size = options.get("rank") is not None or options.get("kv_budget") is not None
-    rope = options.get("rope_dim")
+    sizes, engines = options.sizes, options.engines
+    has_size, rope = sizes.rank is not None or sizes.kv_budget is not None, sizes.rope_dim
     if not has_size and rope not in (None, *(profile.rope for profile in PROFILES)):
         raise InvalidInput(
             f"--rope-dim {rope} does not fit the serving profiles, {' and '.join(map(str, PROFILES))}, of "
@@ -144,12 +118,12 @@ def plan_profiles(
     if not has_size and NARROW.cached >= source.geometry.cache_elements:
         raise saves_nothing(source.geometry.cache_elements, NARROW, engines)
 
-    def in_profile(profile: Profile) -> Output:
-        size = {} if has_size else {"rank": str(profile.latent)}
-        return make({**options, **size, "profile": profile})
+    def in_profile(profile: Profile) -> Draft:
+        asked = options if has_size else options.with_sizes(rank=profile.latent)
+        return make(replace(asked, profile=profile))
 
-    plan, _, reason = choose_profile(profiles_for(source, options, engines), in_profile)
-    return plan, (reason,) if reason else ()
+    draft, _, reason = choose_profile(profiles_for(source, options), in_profile)
+    return draft.telling(reason) if reason else draft
 
 
 def _remedy(engines: Sequence[str]) -> str:

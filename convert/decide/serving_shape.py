@@ -6,14 +6,13 @@ table, biases) are approximated, and the measured loss includes them. Anything e
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from ...core.errors import InvalidInput
-from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, read_rank, share_of
+from ..algebra.target import LatentTarget, budget_elements, check_options, query_rank, share_of
 from ..families.source import STILL, Source
 from ..formats.blocks import CENTRED_EPSILON, FoldedBlock, folded_block
 from ..formats.serving import find_places, nearest_bands, table, thetas
@@ -22,7 +21,8 @@ from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
-from .engines import ENGINES, TYING, read_engines
+from .draft_options import DraftOptions
+from .engines import ENGINES, TYING
 from .rules.engine_pairs import takes_any_width
 
 
@@ -45,30 +45,32 @@ class ServedShape:
     thetas: tuple[float, ...] = ()
 
 
-def served_shape(source: Source, options: Mapping[str, Any], profile: Profile) -> ServedShape:
+def served_shape(source: Source, options: DraftOptions, profile: Profile) -> ServedShape:
     """Return the target that is folded for a profile, and its rotary slots.
 
     The latent is at most the profile's.
 
     Args:
         source: decoupled and held by the stock class.
-        options: of `plan.make_plan`, with `theta`: the `rope_theta` of the table; None: the source's own.
+        options: of the draft.
         profile: the widths that engines take.
 
     Raises:
         InvalidInput: an option or the source asks for something else.
     """
-    check_options("mla", options)
-    for option in ("slots", "rope_dim"):
-        value = options.get(option)
-        if value not in (None, {"slots": "uniform", "rope_dim": profile.rope}[option]):
+    sizes = options.sizes
+    check_options("mla", sizes)
+    for option, value, taken in (
+        ("slots", options.slots, "uniform"),
+        ("rope-dim", sizes.rope_dim, profile.rope),
+    ):
+        if value not in (None, taken):
             raise InvalidInput(
-                f"--{option.replace('_', '-')} {value} does not fit: the serving profile {profile} takes "
+                f"--{option} {value} does not fit: the serving profile {profile} takes "
                 f"{profile.rope} rotary dimensions on a table of rope_theta; leave it out"
             )
-    budget = options.get("kv_budget")
-    rank = options.get("rank")
-    queries = query_rank(source.geometry, options.get("q_lora_rank"))
+    budget, rank = sizes.kv_budget, sizes.rank
+    queries = query_rank(source.geometry, sizes.q_lora_rank)
     if budget is not None and rank is not None:
         raise InvalidInput("--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, not both")
     if rank == "full":
@@ -76,23 +78,23 @@ def served_shape(source: Source, options: Mapping[str, Any], profile: Profile) -
         return ServedShape(target=replace(target, q_lora_rank=queries), bands=bands)
     size = source.geometry.cache_elements
     if profile.cached >= size:
-        raise saves_nothing(size, profile, read_engines(options["engine"]))
+        raise saves_nothing(size, profile, options.engines)
     if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
         raise InvalidInput(
             f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token "
             f"and layer, but the narrowest serving profile caches {profile}; the least would be "
             f"{share_of(profile.cached, source.geometry)}"
         )
-    number = profile.latent if rank is None else read_rank(rank)
+    number = profile.latent if rank is None else rank
     if not 1 <= number <= profile.latent:
         raise InvalidInput(
             f"--rank {rank} does not fit; the serving profile {profile} takes at most {profile.latent}"
         )
     known = thetas(source, profile)
-    slots_S = table(profile, options.get("theta") or known[0])
+    slots_S = table(profile, options.theta or known[0])
     bands = nearest_bands(source.slot_frequencies()[0], slots_S, STILL)
     target = LatentTarget(kv_lora_rank=number, qk_rope_head_dim=2 * len(bands), q_lora_rank=queries)
-    if options.get("slots") == "uniform":
+    if options.slots == "uniform":
         return ServedShape(target=target, bands=bands)
     return ServedShape(target=target, bands=bands, table=slots_S, thetas=known)
 

@@ -1,4 +1,4 @@
-"""The role of a latent's norms before a layer is folded, and the dtypes that hold it."""
+"""The role of a latent's norms, and the dtypes that hold it."""
 
 from typing import Literal
 
@@ -7,31 +7,35 @@ import torch
 from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, unquantised_dtype
 from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, Target
-from ..calibration.statistics import Statistics
 from ..families.source import Source
+from ..layer.fold_inputs import LatentNorm
 from .form import Form
 
-LatentNorm = Literal["fitted", "linear", "auto"]
+LINEAR = (
+    "the latent's norm is linear by a small scale: optimizers at usual rates, float16 and the quantisers of "
+    "other tools destroy the output (ModelOpt FP8: KL 3.84, not 0.004); only kvfold distill trains it"
+)
 NOT_IN_HALF = "float16 cannot hold the small scale of a linearised latent, so the output is bfloat16"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def first_norm(
+def latent_norm(
     source: Source,
     form: Form | None,
     target: Target,
-    wanted: LatentNorm,
-    statistics: Statistics | None,
+    wanted: Literal["auto", "fitted", "linear"],
     dtype: str,
 ) -> LatentNorm | None:
-    """Return the role of the norms of the output, as far as it is known before a layer is folded.
+    """Return the role of the norms of the output.
+
+    In the stock class it is `fitted`, unless the user names another or keeps everything: what other tools do
+    to an output destroys a linear norm.
 
     Args:
         source: the checkpoint.
         form: of MLA; None for other targets.
         target: the output's.
         wanted: what the user asks for.
-        statistics: of the source; None before they are taken, and where weights alone decide.
         dtype: what the user asks for.
 
     Returns:
@@ -41,30 +45,25 @@ def first_norm(
     Raises:
         InvalidInput: the user asks for it where there is no such norm, or in a dtype that cannot hold it.
     """
-    has_none = form is None or form.rope == "intact" or (form.remote and source.family.k_norm is not None)
-    if has_none or (form is not None and form.remote and wanted == "linear"):
+    no_other = source.family.k_norm is not None or wanted == "linear"  # in kvfold's own code
+    if form is None or form.rope == "intact" or (form.remote and no_other):
         if wanted != "auto":
             raise InvalidInput(
                 f"--latent-norm {wanted} applies only to latent attention with a norm: --to mla --rope "
                 f"decoupled of a source without key norms, linear only with --container stock; leave it out"
             )
         return None
-    assert form is not None
     if form.remote and wanted == "auto":
         return None
     assert isinstance(target, LatentTarget)
-    if dtype == "float16":
-        if wanted == "linear":
-            raise InvalidInput(
-                "--latent-norm linear has a scale that --dtype float16 cannot hold; use --dtype bfloat16, or "
-                "leave --latent-norm out"
-            )
-        wanted = "fitted"
-    if wanted == "fitted":
-        return "fitted" if statistics is not None else "auto"  # of a plan before its statistics are there
-    if statistics is None or wanted == "linear":
-        return "linear"
-    return "linear" if target.slots in {"source", "rule"} else "auto"
+    if wanted == "auto":
+        wanted = "linear" if target.slots == "source" else "fitted"
+    if wanted == "linear" and dtype == "float16":
+        raise InvalidInput(
+            "a linear latent norm, which --latent-norm linear and --rank full have, has a scale that --dtype "
+            "float16 cannot hold; use --dtype bfloat16, or --latent-norm fitted"
+        )
+    return wanted
 
 
 def written_dtypes(
@@ -93,7 +92,7 @@ def written_dtypes(
             chosen = torch.bfloat16
         attention = {name for layer in source.folded for name in source.reads(layer)}
         own |= dict.fromkeys(attention | checkpoint.packed.keys(), chosen)
-        if not dequantize:
+        if not dequantize and not is_too_small:
             return own, []
     if dtype != "auto":
         return dict.fromkeys(own, _DTYPES[dtype]), []

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.forward import attend_to, concatenate, keys_and_values
-from ..algebra.metric import LayerMetric, first_token_factor, of_keys, weights_only, with_bias
+from ..algebra.metric import LayerMetric, weights_only, with_bias
 from ..algebra.spectrum import spectrum
 from ..algebra.subspaces import low_rank, matrix_root
 from ..algebra.target import LatentTarget
+from ..calibration.layer_metric import first_token_factor, of_keys
 from ..calibration.statistics import LayerStatistics
 from .refinement import BATCH, LayerSample, fitting_device
 

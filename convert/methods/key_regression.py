@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..algebra.attention import Attention
 from ..algebra.forward import concatenate, keys_and_values
-from ..algebra.metric import SHRINKAGE, LayerMetric, of_keys
+from ..algebra.metric import LayerMetric
+from ..calibration.layer_metric import SHRINKAGE, of_keys
 from ..calibration.statistics import LayerStatistics
 from ..families.source import Source
 from .intact import behind_norms, encoded, linearised

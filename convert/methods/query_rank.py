@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
-from ..algebra.metric import LayerMetric, from_statistics, weights_only
+from ..algebra.metric import LayerMetric, weights_only
 from ..algebra.queries import turned
 from ..algebra.subspaces import low_rank, low_rank_energy, regress
 from ..algebra.target import LatentTarget, Target
+from ..calibration.layer_metric import from_statistics
 from .intact import gains, linearised
 
 if TYPE_CHECKING:

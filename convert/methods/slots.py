@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
-from ..algebra.metric import LayerMetric, metric_of
+from ..algebra.metric import LayerMetric
 from ..algebra.rotary import frequencies, rope_parameters
 from ..algebra.subspaces import low_rank_energy
-from ..algebra.target import LatentTarget, Target
+from ..algebra.target import LatentTarget, Sizes, Target
+from ..calibration.layer_metric import metric_of
 from ..calibration.statistics import LayerStatistics, Statistics
 from ..families.layers.layer_rotation import layer_rope
 from ..families.source import Source
@@ -50,10 +51,13 @@ def choose_slots(
     source: Source,
     target: Target,
     statistics: Statistics | None,
-    options: Mapping[str, Any],
     method: str,
-    fixed: tuple[Band, ...],
-    table_S: Tensor | None,
+    sizes: Sizes,
+    *,
+    slots: str | None,
+    in_stock: bool,
+    fixed: tuple[Band, ...] = (),
+    table_S: Tensor | None = None,
 ) -> Division:
     """Choose the rotary slots of an MLA target, and predict their losses.
 
@@ -62,44 +66,19 @@ def choose_slots(
 
     Args:
         source: the checkpoint.
-        target: the target, as the options say.
+        target: the target, as the sizes say.
         statistics: of the source; None where only its weights are used.
-        options: of `plan.make_plan`.
         method: name of the method.
+        sizes: what the user asks for.
+        slots: the kind that the user asks for.
+        in_stock: whether the output is in the stock class, which has no key norms.
         fixed: slots that are given, because an engine has no others.
         table_S: frequencies of the slots that an engine can have, of which statistics choose others.
 
     Raises:
         InvalidInput: the options ask for slots that the source or the method does not have.
     """
-    chosen = _chosen(source, target, statistics, options, method, fixed, table_S)
-    if options.get("kv_budget") is None or fixed:
-        return chosen
-    widths = {
-        width: replace(each, target=_filled(source, each.target)) for width, each in chosen.widths.items()
-    }
-    return replace(chosen, target=_filled(source, chosen.target), widths=widths)
-
-
-def _filled(source: Source, target: Target) -> Target:
-    """Return a target whose latent next to a rotary key is no wider than keys and values can fill."""
-    most = source.geometry.hidden_size + bool(source.biased & {"k", "v"})
-    if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim or target.kv_lora_rank <= most:
-        return target
-    return replace(target, kv_lora_rank=most)
-
-
-def _chosen(
-    source: Source,
-    target: Target,
-    statistics: Statistics | None,
-    options: Mapping[str, Any],
-    method: str,
-    fixed: tuple[Band, ...],
-    table_S: Tensor | None,
-) -> Division:
-    """Choose the slots as `choose_slots` does, whose arguments these are; its latent may be too wide."""
-    wanted, rule = options.get("slots"), peer(method)
+    rule = peer(method)
     if isinstance(target, LatentTarget) and fixed:
         if rule is not None:
             raise InvalidInput(
@@ -108,29 +87,41 @@ def _chosen(
             )
         if statistics is None:
             return Division(target=target, bands=fixed)
-        return _divided(source, target, statistics, options, fixed, table_S)
+        return _divided(source, target, statistics, sizes, slots, in_stock, fixed, table_S)
     if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim:
-        return _without_slots(source, target, statistics, wanted, method)
+        return _without_slots(source, target, statistics, slots, method)
     if rule is not None and source.family.k_norm is not None:
         raise InvalidInput(
             f"--method {method} has no place for the key norms of {source.family.label}; leave it out"
         )
     if target.slots == "source":
         return Division(target=target, bands=_fixed_bands(source, target))
-    if rule is not None:
-        return _by_rule(source, target, statistics, options, method, rule)
     is_wide = target.qk_rope_head_dim > source.rotary_width
-    if wanted == "uniform" and is_wide:
+    if rule is not None:
+        chosen = _by_rule(source, target, statistics, sizes, slots, method, rule)
+    elif slots == "uniform" and is_wide:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit --slots uniform: {source.rotary_width} "
             f"dimensions of a head rotate; choose at most {source.rotary_width}, or leave --slots out"
         )
-    if statistics is not None:
-        return _divided(source, target, statistics, options)
-    if wanted == "uniform" or (wanted is None and not is_wide):
-        return Division(target=target, bands=_fixed_bands(source, target))
-    # Statistics will allocate them; until then any slots of the right number do.
-    return Division(target=replace(target, slots="allocated"), bands=_any_bands(source, target))
+    elif statistics is not None:
+        chosen = _divided(source, target, statistics, sizes, slots, in_stock)
+    elif slots == "uniform" or (slots is None and not is_wide):
+        chosen = Division(target=target, bands=_fixed_bands(source, target))
+    else:  # statistics will allocate them; until then any slots of the right number do
+        chosen = Division(target=replace(target, slots="allocated"), bands=_any_bands(source, target))
+    if sizes.kv_budget is None:
+        return chosen
+    widths = {width: _filled(source, each) for width, each in chosen.widths.items()}
+    return replace(_filled(source, chosen), widths=widths)
+
+
+def _filled(source: Source, division: Division) -> Division:
+    """Return a division whose latent next to a rotary key is no wider than keys and values can fill."""
+    target, most = division.target, source.geometry.hidden_size + bool(source.biased & {"k", "v"})
+    if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim or target.kv_lora_rank <= most:
+        return division
+    return replace(division, target=replace(target, kv_lora_rank=most))
 
 
 def _without_slots(
@@ -182,7 +173,9 @@ def _divided(
     source: Source,
     target: LatentTarget,
     statistics: Statistics,
-    options: Mapping[str, Any],
+    sizes: Sizes,
+    wanted: str | None,
+    in_stock: bool,
     fixed: tuple[Band, ...] = (),
     table_S: Tensor | None = None,
 ) -> Division:
@@ -194,18 +187,18 @@ def _divided(
     statistics_of = dict(zip(source.attending, statistics.layers, strict=True))
     if fixed:
         table_F, _ = source.slot_frequencies()  # which refuses different tables
-        layers = _layers_of(source, source.rotating, statistics_of, str(options["container"]))
+        layers = _layers_of(source, source.rotating, statistics_of, in_stock)
         fixed = fixed if table_S is None else assign(layers, table_F, table_S)
         target = replace(target, qk_rope_head_dim=2 * len(fixed))
     elements = target.kv_lora_rank + target.qk_rope_head_dim
-    kind: Literal["uniform", "allocated"] = "uniform" if fixed else options.get("slots") or "allocated"
+    kind: Literal["uniform", "allocated"] = "uniform" if fixed or wanted == "uniform" else "allocated"
     widths = [target.qk_rope_head_dim]
-    if kind == "allocated" and options.get("kv_budget") is not None and options.get("rope_dim") is None:
+    if kind == "allocated" and sizes.kv_budget is not None and sizes.rope_dim is None:
         widths = [width for width in rotary_widths(source.geometry, elements) if width < elements]
     slots: list[SlotsByWidth] = []
     lost: list[LossesByWidth] = []
     for number, group in enumerate(source.layers_by_table):
-        layers = _layers_of(source, group, statistics_of, str(options["container"]))
+        layers = _layers_of(source, group, statistics_of, in_stock)
         table_F, _ = source.frequencies(group[0])
         if kind == "uniform":
             uniform = fixed or _uniform(source, target, group[0], number)
@@ -252,7 +245,7 @@ def _allocated_slots(
 
 
 def _layers_of(
-    source: Source, group: tuple[int, ...], statistics_of: Mapping[int, LayerStatistics], container: str
+    source: Source, group: tuple[int, ...], statistics_of: Mapping[int, LayerStatistics], in_stock: bool
 ) -> Layers:
     """Return what gives attention and metric of the layers of one rotary table, each time anew."""
     table_F, factor = source.frequencies(group[0])
@@ -260,7 +253,7 @@ def _layers_of(
     def layers() -> Iterator[tuple[Attention, LayerMetric]]:
         for layer in group:
             attention, taken = source.attention(layer, factor), statistics_of[layer]
-            if attention.k_norm_KH is not None and container in {"stock", "serving"}:
+            if attention.k_norm_KH is not None and in_stock:
                 yield regressed(source, layer, attention, table_F, taken)
             elif attention.k_norm_KH is None:
                 yield attention, metric_of(taken, attention, source.positions)
@@ -290,15 +283,16 @@ def _by_rule(
     source: Source,
     target: LatentTarget,
     statistics: Statistics | None,
-    options: Mapping[str, Any],
+    sizes: Sizes,
+    slots: str | None,
     method: str,
     rule: Peer,
 ) -> Division:
     """Return the slots of a published rule, with its own rotary width where the user left that open."""
-    if options.get("slots") is not None:
+    if slots is not None:
         raise InvalidInput(f"--slots does not apply to --method {method}, which has a rule of its own")
-    if options.get("rope_dim") is None:
-        target = _own_width(source, target, rule, budgeted=options.get("kv_budget") is not None)
+    if sizes.rope_dim is None:
+        target = _own_width(source, target, rule, budgeted=sizes.kv_budget is not None)
     target = replace(target, slots="rule")
     if rule.needs_statistics and statistics is None:
         # A plan before its statistics are there: slots of the right number.

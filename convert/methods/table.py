@@ -6,7 +6,7 @@ published.py, which say whether they read statistics.
 """
 
 from ...core.errors import InvalidInput
-from ..algebra.target import GroupedTarget, LatentTarget
+from ..algebra.target import GroupedTarget, LatentTarget, Rank
 from . import pooling
 from .published import PEERS, peer
 
@@ -48,7 +48,7 @@ def reads_statistics(method: str) -> bool:
 
 
 def check_prepared(
-    target: GroupedTarget | LatentTarget, method: str, cache_dtype: str, rank: str | None
+    target: GroupedTarget | LatentTarget, method: str, cache_dtype: str, rank: Rank | None
 ) -> None:
     """Refuse to prepare a fold for a quantised cache where that is none of its purposes.
 

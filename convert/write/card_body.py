@@ -31,8 +31,8 @@ _STOCK_TRAINING = (
     "`all-linear`."
 )
 _LINEAR = (
-    "Train it further with `kvfold distill` only: the norm of its latent is linear by a small "
-    "scale, which optimizers destroy."
+    "Train it further with `kvfold distill` only: the norm of its latent is linear by a small scale, which "
+    "optimizers at usual rates, float16 and the quantisers of other tools destroy."
 )
 _FURTHER = (
     " Its weight files are not those that kvfold wrote: another tool saved them later, and what it "

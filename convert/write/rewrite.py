@@ -34,15 +34,11 @@ from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
 from ...core.version import __version__
 from ...core.work import WorkDir, claimed, joined, strangers, working_directory
-from ..calibration.capacity import default_jobs
-from ..decide.measured.layer_losses import FEWER
-from ..decide.measured.settle import settle
 from ..decide.plan import Plan, PlannedLayer
+from ..layer.fold import fold
+from ..layer.threads import FEWER, fold_threads
 from ..methods import table as methods
 from ..request import FoldRequest
-from .fold_threads import fold_threads
-from .layer_fold import fold
-from .layer_order import in_order
 from .model_card import write_card
 
 _SYNC = 1.0  # seconds between two times that small units are forced to the disk
@@ -78,7 +74,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     """Carry out a plan; of several processes each its share, on any machines that see the same directories.
 
     The plan's request says how large a shard may be, and how many layers are at work at once, each on one
-    thread (by default `capacity.default_jobs`).
+    thread (`Folding.jobs`).
 
     Args:
         plan: what to do.
@@ -101,9 +97,6 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
                 "norms of queries and keys can be replaced for the stock class by statistics only; use "
                 "--calibration self, or --container remote"
             )
-    with together():
-        plan = in_order(plan)
-    plan = settle(plan)
     with ExitStack() as first:
         work = None
         with together():
@@ -137,9 +130,7 @@ def _share(plan: Plan, out: Path, work: WorkDir | None) -> dict[str, Found]:
         work: the working directory, which rank 0 has claimed; None in the other processes.
     """
     rank, ranks = place()
-    shard_size = plan.request.shard_size
-    fitted = plan.fitted_ranks(norm=plan.latent_norm == "fitted")
-    jobs = plan.request.jobs or default_jobs(plan.source, plan.statistics, **fitted)
+    shard_size, jobs = plan.request.shard_size, plan.jobs
     fingerprint = plan.fingerprint(shard_size)
     specs = plan.specs
     done: dict[str, Found] = {}

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.calibration.reach import default_length
-from ..convert.decide.plan import make_plan
 from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
 from ..convert.request import FoldRequest, fold_request
+from ..convert.settle.settle import make_plan
 from ..core.command_options import words_of
 from ..core.console import notice
 from ..core.errors import InvalidInput, renamed

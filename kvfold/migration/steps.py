@@ -23,10 +23,9 @@ from ..convert.algebra.subspaces import decomposing
 from ..convert.calibration.statistics import Statistics
 from ..convert.calibration.study import study
 from ..convert.decide.fold_cost import FoldCost, predict_cost
-from ..convert.decide.measured.settle import settle
-from ..convert.decide.plan import make_plan
 from ..convert.families.source import open_source
 from ..convert.request import FoldRequest, fold_request
+from ..convert.settle.settle import make_plan
 from ..convert.write.rewrite import rewrite
 from ..core.console import LOG, is_shown, notice
 from ..core.errors import InvalidInput
@@ -163,7 +162,7 @@ def _fold(asked: Migration, step: Step, folded: Path, work: WorkDir) -> None:
     calibration = asked.calibration if statistics else {"calibration": "none"}
     request = _request(asked, step, calibration)
     with decomposing("the statistics"):
-        plan = settle(make_plan(asked.source, request, statistics))
+        plan = make_plan(asked.source, request, statistics)
     for sentence in plan.notices:
         notice(sentence)
     folded.parent.mkdir(exist_ok=True)

@@ -14,11 +14,11 @@ from ..convert.algebra.target import GroupedTarget, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import unfit
 from ..convert.decide.engines import ENGINES, read_engines
-from ..convert.decide.measured.settle import settle_slots
-from ..convert.decide.plan import Plan, make_plan
+from ..convert.decide.plan import Plan
 from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
+from ..convert.settle.settle import make_plan
 from ..convert.towers.tower_targets import check_request, tower_request
 from ..convert.towers.whole_checkpoint import whole_config
 from ..convert.towers.whole_output import Surroundings, WholeOutput
@@ -218,7 +218,7 @@ def _candidate(
     statistics: Statistics | None,
     inside: Surroundings | None,
 ) -> Candidate:
-    plan = settle_slots(make_plan(source, request, statistics))
+    plan = make_plan(source, request, statistics)
     written = plan if inside is None else WholeOutput.of(inside, plan)
     against = unfit(written, plan.engines or ENGINES)
     reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}

@@ -23,13 +23,12 @@ from torch import Tensor
 from ..convert.algebra.attention import Attention, LatentAttention
 from ..convert.algebra.forward import AnyAttention, Scoring, attend
 from ..convert.algebra.target import LatentTarget
-from ..convert.decide.measured.norm_choice import settle_norm
 from ..convert.decide.plan import Plan
+from ..convert.layer.fold import fold_attention
 from ..convert.methods.refinement import LayerSample, agrees, measure
 from ..convert.methods.slots import slots_of
 from ..convert.storage.cache_basis import fit_basis, in_basis
 from ..convert.storage.cache_moments import weights_moments
-from ..convert.write.layer_fold import fold_attention
 from ..core.cache_dtypes import CacheDtype
 from ..core.memory import enough_memory
 
@@ -63,12 +62,11 @@ class PredictedLosses:
             plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
             kind: the number format of the cache, one of `kinds`; None: the numbers as they are computed.
         """
-        if plan.latent_norm == "auto":
-            plan = settle_norm(plan)  # as `kvfold convert` does, whose loss this predicts
-        norm = "fitted" if plan.latent_norm == "fitted" else None  # a linear one computes what no norm does
-        # Without slots, what is folded depends on the container too (layer_fold.fold_attention).
+        if plan.statistics is None or plan.latent_norm == "linear":
+            plan = replace(plan, latent_norm=None)  # a linear norm computes what none does
+        # Without slots, what is folded depends on the container too (layer/fold.py).
         form = None if plan.bands else plan.container.architecture
-        how = (plan.method, plan.bands, form, norm, plan.folds_biases, plan.refine)
+        how = (plan.method, plan.bands, form, plan.latent_norm, plan.folds_biases, plan.refine)
         key = (str(plan.target.to_dict()), *how)
         if key not in self.known:
             self.known[key] = _predict(plan, self.kinds)
@@ -153,7 +151,7 @@ def _share(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype | None
 def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, Scoring]:
     """Return the source's layer, the frequencies of its pairs, and its scoring.
 
-    They are taken as layer_fold.py takes them.
+    They are taken as layer/fold.py takes them.
     """
     if isinstance(plan.target, LatentTarget):
         table_F, factor = plan.source.frequencies(number)

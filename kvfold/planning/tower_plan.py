@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..convert.decide.fold_cost import FoldCost, cost_of
-from ..convert.decide.preparation import prepare
+from ..convert.settle.preparation import prepare
 from ..convert.towers.outlook import tower_report
 from ..convert.towers.tower_targets import check_request, tower_request
 from ..convert.towers.view import tower_source
@@ -34,7 +34,7 @@ def plan_tower(request: FoldRequest, tower: Tower) -> tuple[dict[str, Any], Fold
     check_request(request, tower)
     asked = request.model_copy(update={"text_only": False}) if request.text_only else tower_request(request)
     with tower_source(tower) as source:
-        plan = prepare(asked, dry_run=True, source=source).plan
+        plan = prepare(asked, dry_run=True, source=source)
         if not is_first():
             return None
         cost = cost_of(plan)

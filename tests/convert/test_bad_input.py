@@ -99,13 +99,17 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "takes either --kv-heads N or --kv-budget SHARE, and neither is given",
     ),
     "rank too large": (nothing, ("--to", "mla", "--rank", "125", "--rope-dim", "4"), "ranks from 1 to 123"),
-    "rank no number": (nothing, ("--to", "mla", "--rank", "half"), "--rank half does not fit"),
+    "rank no number": (nothing, ("--to", "mla", "--rank", "half"), "it should be a whole number or 'full'"),
     "rank of other digits": (
         nothing,
         ("--to", "mla", "--rank", "²", "--engine", "vllm"),
-        "--rank ² does not",
+        "--rank is '²'; it should be a whole number",
     ),
-    "rank of many digits": (nothing, ("--to", "mla", "--rank", "9" * 5000), "9 does not fit"),
+    "rank of many digits": (
+        nothing,
+        ("--to", "mla", "--rank", "9" * 5000),
+        "it should be a whole number or 'full'",
+    ),
     "rank zero": (nothing, ("--to", "mla", "--rank", "0"), "--rank 0 does not fit"),
     "no rank": (
         nothing,

@@ -11,9 +11,9 @@ import torch
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.models.causal_lm import load_model
 

@@ -91,7 +91,7 @@ def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: P
         ({"model": "m", "to": "gqa", "shard_size": True}, "shard_size is True; it should be a whole number"),
         ({"model": "m", "to": "mla", "context": False}, "context is False; it should be a whole number"),
         ({"model": "m", "to": "mla", "rank": [8]}, "rank is [8]; it should be a whole number or 'full'"),
-        ({"model": "m", "to": "mla", "rank": True}, "rank is True; it should be a whole number or 'full'"),
+        ({"model": "m", "to": "mla", "rank": True}, "rank is True; it should be a whole number"),
         ({"model": "m", "to": "mla", "rank": 8.5}, "rank is 8.5; it should be a whole number or 'full'"),
         ({"model": "m", "to": "mla", "kv_budget": [1]}, "kv_budget is [1]; it should be a share"),
         ({"model": "m", "to": "mqa", "out": 5}, "out is 5; it should be a path"),
@@ -139,7 +139,9 @@ def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_pa
 
 
 def test_a_whole_float_is_a_rank() -> None:
-    assert request_of("m", MLA(rank=32.0)).rank == "32"
+    request = request_of("m", MLA(rank=32.0))
+    assert request.rank == 32
+    assert request.essentials()["rank"] == "32", "as earlier records have it"
 
 
 def test_a_file_may_name_engines_as_the_option_does(tmp_path: Path) -> None:

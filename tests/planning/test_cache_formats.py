@@ -12,10 +12,9 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.measured.norm_choice import settle_norm
 from kvfold.convert.families.source import open_source
+from kvfold.convert.layer.fold import fold_attention
 from kvfold.convert.storage import cache_fit
-from kvfold.convert.write.layer_fold import fold_attention
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.cache_dtypes import cache_dtype
 from kvfold.eval.options import Options
@@ -109,7 +108,7 @@ def test_coordinates_are_predicted_that_a_prepared_fold_begins_with(
     taken = Statistics.load(statistics)
     row = rows_of({label: found[label]}, ("int4",), taken)[label, "int4"]
     monkeypatch.setattr(cache_fit, "STEPS", 0)
-    plan = replace(settle_norm(row.candidate.plan), request=row.asked.request)
+    plan = replace(row.candidate.plan, request=row.asked.request)
     losses = [fold_attention(plan, number)[1] or {} for number in range(6)]
     assert row.loss == pytest.approx(sum(loss["stored"] for loss in losses), rel=1e-3)
     unprepared = sum(loss["unprepared"] for loss in losses)

@@ -11,9 +11,9 @@ import pytest
 import kvfold
 from kvfold.checkpoints.shards import ShardWriter
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide import preparation
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import request_of
+from kvfold.convert.settle import preparation
 from kvfold.convert.towers.tower import find_tower, write_tower
 from kvfold.convert.towers.view import tower_source
 from kvfold.core.errors import InvalidInput

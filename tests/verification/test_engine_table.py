@@ -12,7 +12,6 @@ from kvfold.convert.decide.engine_choice import unfit
 from kvfold.convert.decide.engine_rules import RULES, lint, lint_written
 from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.decide.lint import FAILING, Written, open_written
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.decide.rules.engine_pairs import (
     HARDWARE,
     LAYOUTS,
@@ -24,6 +23,7 @@ from kvfold.convert.decide.rules.engine_pairs import (
 from kvfold.convert.decide.rules.known_classes import CLASSES
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.verification.engine_table import engine_table, markdown, runs_table, verdict
 
 from ..support.folds import WEIGHTS, WIDE, attempt

@@ -97,7 +97,11 @@ def old_code(written: Written) -> str:
 
 def linear(written: Written) -> str:
     """Find a latent norm that is linear by a small scale."""
-    return "its latent is linearised by a small scale" if written.is_linear else ""
+    return (
+        "its latent is linearised by a small scale, which training and other tools' quantisers destroy"
+        if written.is_linear
+        else ""
+    )
 
 
 def epsilon(written: Written) -> str:

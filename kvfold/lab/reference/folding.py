@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...convert.algebra.attention import Attention
-from ...convert.algebra.metric import LayerMetric, of_keys, weights_only
+from ...convert.algebra.metric import LayerMetric, weights_only
 from ...convert.algebra.subspaces import matrix_root
 from ...convert.algebra.target import GroupedTarget, LatentTarget
+from ...convert.calibration.layer_metric import of_keys
 from ...convert.calibration.statistics import LayerStatistics
 from ...convert.methods import table as methods
 from ...convert.methods.allocation import allocate

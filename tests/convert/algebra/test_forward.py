@@ -14,11 +14,11 @@ from torch import Tensor
 from kvfold.convert.algebra import forward
 from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import Scoring, attend
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.layer.fold import fold_attention
 from kvfold.convert.methods.slots import slots_of
 from kvfold.convert.request import fold_request
-from kvfold.convert.write.layer_fold import fold_attention
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 from kvfold.models.remote_code import is_remote

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
-from kvfold.convert.algebra.metric import from_statistics, metric_of, of_keys
+from kvfold.convert.calibration.layer_metric import from_statistics, metric_of, of_keys
 from kvfold.convert.calibration.statistics import LayerStatistics
 
 from ...support.layers import drawn

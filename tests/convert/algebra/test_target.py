@@ -4,6 +4,7 @@ import pytest
 
 from kvfold.convert.algebra.target import (
     Geometry,
+    Sizes,
     budget_elements,
     budget_notices,
     from_options,
@@ -18,7 +19,7 @@ SOURCE = Geometry(hidden_size=96, num_attention_heads=12, num_key_value_heads=6,
 ])  # fmt: skip
 def test_heads_that_leave_a_part_of_a_budget_unused_are_said(budget: str, heads: int, unused: bool) -> None:
     """GQA keeps the largest divisor of the heads that fits, and names the next one where something is left."""
-    target = from_options(SOURCE, "gqa", kv_budget=budget)
+    target = from_options(SOURCE, "gqa", Sizes(kv_budget=budget))
     assert target.to_dict()["num_key_value_heads"] == heads
     said = " ".join(budget_notices(SOURCE, target, budget))
     assert bool(said) == unused
@@ -29,8 +30,8 @@ def test_heads_that_leave_a_part_of_a_budget_unused_are_said(budget: str, heads:
 
 
 def test_a_number_of_heads_and_a_latent_leave_nothing_unsaid() -> None:
-    assert budget_notices(SOURCE, from_options(SOURCE, "gqa", kv_heads=2), None) == ()
-    assert budget_notices(SOURCE, from_options(SOURCE, "mla", kv_budget="31%"), "31%") == ()
+    assert budget_notices(SOURCE, from_options(SOURCE, "gqa", Sizes(kv_heads=2)), None) == ()
+    assert budget_notices(SOURCE, from_options(SOURCE, "mla", Sizes(kv_budget="31%")), "31%") == ()
 
 
 @pytest.mark.parametrize("heads", [1, 3, 5, 7, 8, 12, 25, 40])

@@ -224,7 +224,7 @@ def test_mistakes(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "mean" / "kvfold.json").read_text())
     assert record["calibration"] is None
     for options, sentence in (
-        (("--calibration", "none", "--refine", "3"), "--refine 3 needs text to refine on"),
+        (("--calibration", "none", "--refine", "3"), "--refine 3 has no effect without calibration text"),
         (("--calibration", "none", "--slots", "allocated"), "--slots allocated needs statistics"),
         (("--calibration", "none", "--method", "care"), "--method care needs statistics"),
         (("--method", "care", "--refine", "5"), "--refine 5 does not apply to --method care"),

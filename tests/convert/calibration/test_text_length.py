@@ -84,7 +84,7 @@ def test_the_context_is_recorded_and_decides_the_fold(tmp_path: Path) -> None:
         (["--context", "65"], "--context 65 exceeds the source's max_position_embeddings, 64; use at most"),
         (["--context", "1"], "context"),
         (["--context", "soon"], "it should be a number of tokens, for example 8192 or 8k"),
-        (["--context", "32", "--calibration", "none"], "--context 32 has no effect without statistics"),
+        (["--context", "32", "--calibration", "none"], "--context 32 has no effect without calibration text"),
         (["--context", "32", "--method", "svd"], "--context 32 does not apply to --method svd"),
         (
             ["--context", "32", "--rank", "full"],

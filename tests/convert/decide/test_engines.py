@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "small source": ("llama", {}, (*MLA_, "sglang"), "the source's cache has only 128; use --to gqa"),
     "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "25%"), "the least would be 31.25%"),
     "rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "513"), "--rank 513 does not fit"),
-    "rank in words": ("llama", WIDE, (*MLA_, "sglang", "--rank", "ten"), "--rank ten does not fit"),
+    "rank in words": ("llama", WIDE, (*MLA_, "sglang", "--rank", "ten"), "it should be a whole number or 'full'"),
     "two sizes": ("llama", WIDE, (*MLA_, "sglang", "--rank", "512", "--kv-budget", "60%"), "not both"),
     "full rank": ("llama", WIDE, (*MLA_, "sglang", "--rank", "full"), "one slot at each of 32 default "
                                                                       "frequencies"),

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from kvfold.convert.calibration.study import study
 from kvfold.convert.cli import main
 from kvfold.convert.decide.fold_cost import Work, _Counts, cost_of, predict_cost, show_seconds
-from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.decide.plan import Plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.core.machine_rates import Rates, measure_rates
 
 from ...support.tiny import make

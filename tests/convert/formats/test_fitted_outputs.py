@@ -145,14 +145,6 @@ def test_an_interrupted_fold_resumes_to_the_same_bits(
     assert same_bytes(converted(source, tmp_path / "out", *options), whole) == []
 
 
-def test_a_choice_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """`auto` measures anew, and takes the same norm."""
-    source = make(tmp_path / "source")
-    options = (*CALIBRATED, "--kv-budget", "25%")
-    one, other = (converted(source, tmp_path / name, *options) for name in ("one", "other"))
-    assert same_bytes(one, other) == []
-
-
 def test_float16_takes_a_fitted_norm(tmp_path: Path) -> None:
     source = make(tmp_path / "source", dtype=torch.bfloat16)
     out = converted(source, tmp_path / "out", *CALIBRATED, "--kv-budget", "25%", "--dtype", "float16")
@@ -170,12 +162,7 @@ def test_float16_takes_a_fitted_norm(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (("--latent-norm", "linear", "--dtype", "float16"), "has a scale that --dtype float16 cannot hold"),
-        (("--calibration", "none", "--dtype", "float16"), "auto with --dtype float16 needs the tokens"),
         (("--rope", "intact", "--latent-norm", "fitted"), "applies only to latent attention with a norm"),
-        (
-            ("--container", "remote", "--calibration", "none", "--latent-norm", "fitted"),
-            "fitted needs the tokens",
-        ),
     ],
 )
 def test_norms_that_cannot_be_had(tmp_path: Path, options: tuple[str, ...], words: str) -> None:

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.cli import main
-from kvfold.convert.decide import rope_choice
-from kvfold.convert.decide.plan import make_plan
+from kvfold.convert.decide import form
 from kvfold.convert.families.source import open_source
+from kvfold.convert.layer.fold import fold_attention
 from kvfold.convert.methods.slots import slots_of
 from kvfold.convert.request import fold_request
-from kvfold.convert.write.layer_fold import fold_attention
+from kvfold.convert.settle.settle import make_plan
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import ROPE, make
@@ -126,7 +126,7 @@ def test_the_form_follows_the_predicted_loss(
     tmp_path: Path, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --rope both forms are planned; a notice says which is taken, and at what cost."""
-    monkeypatch.setattr(rope_choice, "LIMIT", limit)
+    monkeypatch.setattr(form, "LIMIT", limit)
     source, out = make(tmp_path / "source", "qwen3", num_key_value_heads=4), tmp_path / "out"
     small = ("--sequences", "4", "--length", "32", "--refine", "2", "--verify", "none")
     main([str(source), "--to", "mla", "--kv-budget", "50%", *small, "--out", str(out)], standalone_mode=False)

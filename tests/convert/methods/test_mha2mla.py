@@ -10,9 +10,9 @@ from torch import Tensor
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.rotary import complex_rows, half_rows
 from kvfold.convert.algebra.target import LatentTarget
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.methods.published import PEERS
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.core.errors import InvalidInput
 
 from ...support import layers

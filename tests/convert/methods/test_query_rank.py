@@ -23,13 +23,13 @@ from kvfold.convert.algebra.subspaces import low_rank
 from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.lint import open_written
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
 from kvfold.convert.methods.intact import fold_joint, to_intact
 from kvfold.convert.methods.latent import to_mla
 from kvfold.convert.methods.query_rank import compress, lost_by_queries, query_metric
 from kvfold.convert.methods.refinement import LayerSample, refine
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.settle import make_plan
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.layers import FREQUENCIES_F, OWN, D, H, layer, rotate

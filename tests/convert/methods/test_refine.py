@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.algebra.forward import Scoring, attend
-from kvfold.convert.algebra.metric import LayerMetric, from_statistics, metric_of, weights_only
+from kvfold.convert.algebra.metric import LayerMetric, weights_only
 from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.rotary import complex_rows, interleaved_rows
 from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
+from kvfold.convert.calibration.layer_metric import from_statistics, metric_of
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool

@@ -17,15 +17,15 @@ from kvfold.convert.algebra.forward import Scoring, attend, attend_to, keys_and_
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.layer.fold import fold_attention
 from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import arrangements, reordered
 from kvfold.convert.methods.head_norms import by_value
 from kvfold.convert.methods.intact import encoded, fold_joint, linearised, to_intact
 from kvfold.convert.methods.refinement import LayerSample, agrees, measure, refine
 from kvfold.convert.request import FoldRequest, fold_request
-from kvfold.convert.write.layer_fold import fold_attention
+from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.planning.prediction import PredictedLosses
 

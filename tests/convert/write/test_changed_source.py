@@ -12,7 +12,7 @@ from kvfold.checkpoints.directory import Checkpoint
 from kvfold.checkpoints.identity import hash_unchanged
 from kvfold.checkpoints.shards import ShardWriter
 from kvfold.cli import main
-from kvfold.convert.decide import preparation
+from kvfold.convert.settle import preparation
 from kvfold.core.errors import InvalidInput
 
 from ...support.tiny import make

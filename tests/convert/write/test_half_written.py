@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kvfold.checkpoints.shards import read_header
 from kvfold.convert.cli import main
-from kvfold.convert.decide import preparation
+from kvfold.convert.settle import preparation
 from kvfold.convert.write import rewrite
 from kvfold.core.work import JOURNAL
 
@@ -22,7 +22,7 @@ KILLED = """
 import pathlib, sys, time
 from kvfold.convert.write import rewrite
 from kvfold.convert.cli import main
-from kvfold.convert.decide import preparation
+from kvfold.convert.settle import preparation
 fold = rewrite.fold
 def slow(plan, number):
     if number == 2:

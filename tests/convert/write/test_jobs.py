@@ -12,9 +12,9 @@ import torch
 from kvfold.convert.calibration.capacity import default_jobs, fold_bytes
 from kvfold.convert.decide.plan import Plan
 from kvfold.convert.families.source import open_source
+from kvfold.convert.layer.fold import LayerFold
+from kvfold.convert.layer.threads import fold_threads
 from kvfold.convert.write import rewrite
-from kvfold.convert.write.fold_threads import fold_threads
-from kvfold.convert.write.layer_fold import LayerFold
 
 from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes

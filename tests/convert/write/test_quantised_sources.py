@@ -14,9 +14,8 @@ import kvfold
 from kvfold.convert.decide.engine_choice import ENGINES, judge
 from kvfold.convert.decide.engine_rules import lint
 from kvfold.convert.decide.lint import open_written
-from kvfold.convert.decide.measured.norm_choice import _with_linear_norm
-from kvfold.convert.decide.plan import make_plan
 from kvfold.convert.request import FoldRequest
+from kvfold.convert.settle.settle import make_plan
 
 from ...support.quantised import FORMATS, Format, quantise
 from ...support.tiny import make
@@ -165,12 +164,12 @@ def test_modelopt_is_listed_in_both_of_its_files(pairs: dict[str, Path], tmp_pat
     assert content["kv_cache_quant_algo"] is None, "its scales were those of the source's keys and values"
 
 
-def test_a_norm_that_turns_out_linear_leaves_stored_parts(tmp_path: Path) -> None:
+def test_a_linear_norm_leaves_stored_parts(tmp_path: Path) -> None:
     """Scales of AWQ are float16; the rest of the output is not, because a linear norm is not held by it."""
     source = make(tmp_path / "source", "llama", **SIZES, dtype=torch.float16)
     source = quantise(source, tmp_path / "q", FORMATS["awq"])
-    plan = make_plan(source, FoldRequest(model=str(source), to="mla", rank=24, rope_dim=4, container="stock"))
-    linear = _with_linear_norm(plan, "")
+    asked = {"to": "mla", "rank": 24, "rope_dim": 4, "container": "stock", "latent_norm": "linear"}
+    linear = make_plan(source, FoldRequest.model_validate({"model": str(source), **asked}))
     stored = load_file(source / "model.safetensors")
     parts = {name: copy for name, copy in linear.copies.items() if copy.part is not None}
     assert torch.float16 in {copy.spec.dtype for copy in parts.values()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints import shards
 from kvfold.checkpoints.shards import INDEX
-from kvfold.convert.decide import preparation
+from kvfold.convert.settle import preparation
 from kvfold.core.disk import check_room
 
 from ...support.folds import GQA, MLA, convert
@@ -77,14 +77,15 @@ def test_shards_hold_the_same_tensors_as_one_file(tmp_path: Path) -> None:
             assert all(index["weight_map"][name] == file for name in set(shard.keys()))
 
 
-def test_float16_becomes_bfloat16_for_mla_only(tmp_path: Path) -> None:
+def test_float16_becomes_bfloat16_for_a_linear_norm_only(tmp_path: Path) -> None:
     source = make(tmp_path / "source", dtype=torch.float16)
-    result = convert(source, *MLA, out=tmp_path / "mla")
+    result = convert(source, *MLA, "--latent-norm", "linear", out=tmp_path / "linear")
     assert "float16 cannot hold" in result.stderr
-    assert {t.dtype for t in weights(tmp_path / "mla").values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "mla" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert convert(source, *GQA, out=tmp_path / "gqa").exit_code == 0
-    assert {t.dtype for t in weights(tmp_path / "gqa").values()} == {torch.float16}
+    assert {t.dtype for t in weights(tmp_path / "linear").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "linear" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, options in (("mla", MLA), ("gqa", GQA)):
+        assert convert(source, *options, out=tmp_path / name).exit_code == 0
+        assert {t.dtype for t in weights(tmp_path / name).values()} == {torch.float16}
 
 
 def test_each_tensor_is_read_once_and_one_layer_at_a_time(
@@ -100,7 +101,8 @@ def test_each_tensor_is_read_once_and_one_layer_at_a_time(
 
     monkeypatch.setattr("kvfold.checkpoints.directory.read_flat", spy)
     monkeypatch.setattr("kvfold.checkpoints.directory.PIECE", 500)
-    assert convert(source, *MLA).exit_code == 0
+    # A norm that is fitted by weights alone reads embeddings too.
+    assert convert(source, *MLA, "--latent-norm", "linear").exit_code == 0
     assert len(seen) == len(set(seen))
     assert sum(count for _, _, count in seen) == sum(t.numel() for t in weights(source).values())
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvfold.convert.calibration.statistics import Statistics
-from kvfold.convert.decide.preparation import prepare
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle.preparation import prepare
 from kvfold.core.errors import InvalidInput
 from kvfold.planning.candidates import find_candidates
 

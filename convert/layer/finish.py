@@ -1,6 +1,7 @@
 """A layer after its closed form: norms fitted, weights refined, its cache prepared for a format."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -12,7 +13,6 @@ from ...core.system_calls import trim_memory
 from ..algebra.attention import Attention, LatentAttention, NormedLatentAttention
 from ..algebra.forward import AnyAttention, Caches
 from ..calibration.statistics import LayerStatistics
-from ..decide.plan import Plan
 from ..methods.latent_norm import (
     LEAST_PARTS,
     LatentTokens,
@@ -24,6 +24,7 @@ from ..methods.latent_norm import (
     with_least_parts,
     with_query_norm,
 )
+from ..methods.layer_sample import drawn_inputs
 from ..methods.refinement import (
     HELD_BACK,
     Layer,
@@ -38,6 +39,7 @@ from ..storage.cache_basis import caches_of, fit_basis, in_basis
 from ..storage.cache_moments import sampled_moments, weights_moments
 from ..storage.head_basis import with_balanced_heads
 from ..storage.rounded_length import FEW_STEPS, SHARE, STEPS, latent_costs, rounded_root, rounding_cost
+from .fold_inputs import Folding
 
 Loss = dict[str, float]
 RISE = 0.03  # of a refined layer's loss, for weights that are rounded at less cost
@@ -45,10 +47,11 @@ RISE = 0.03  # of a refined layer's loss, for weights that are rounded at less c
 
 @dataclass(frozen=True, kw_only=True)
 class Finishing:
-    """One layer's plan, source and sample.
+    """One layer's folding, source and sample.
 
     Attributes:
-        plan: with `latent_norm`.
+        folding: with `latent_norm`.
+        number: of the layer.
         statistics: of the layer.
         attention: the source's.
         table_F: the source's angular frequencies.
@@ -57,7 +60,8 @@ class Finishing:
         plain: attention without norms whose projections say how large the output's are.
     """
 
-    plan: Plan
+    folding: Folding
+    number: int
     statistics: LayerStatistics | None
     attention: Attention
     table_F: Tensor
@@ -65,6 +69,13 @@ class Finishing:
     sample: LayerSample | None
     plain: Attention
     is_shared: bool = False
+
+    @cached_property
+    def input_BTD(self) -> Tensor:
+        """The inputs of the layer that a norm is fitted on."""
+        if self.statistics is None:
+            return drawn_inputs(self.folding.source, self.number)
+        return self.statistics.input_BTD
 
     def loss(self, layer: AnyAttention, sample: LayerSample, cache: Caches | None = None) -> float:
         """Return the loss of a folded layer on what is held back."""
@@ -80,23 +91,23 @@ def finished(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     made, loss = _refined(its, made)
     trim_memory()
     made, loss = _with_all_parts(its, made, loss)
-    dtype = cache_dtype(its.plan.request.cache_dtype)
+    dtype = cache_dtype(its.folding.request.cache_dtype)
     if dtype.bits < 16:
         return _prepared(its, made, loss, dtype)
-    if loss is not None and its.sample is not None and its.plan.formats:
+    if loss is not None and its.sample is not None and its.folding.formats:
         loss = {**loss, **_stored_losses(its, made, its.sample)}
     return _as_written(its, made), loss
 
 
 def _stored_losses(its: Finishing, layer: Layer, sample: LayerSample) -> Loss:
-    """Return the loss with the cache in each of the plan's formats, in closed-form coordinates or as it is.
+    """Return the loss with the cache in each of the formats, in closed-form coordinates or as it is.
 
     It takes a small part of the time of a fit to the format, which finds better ones.
     """
     # Without numbers of tokens nothing is fitted.
     moments = tuple(replace(each, rows_KXW=None) for each in sampled_moments(layer, its.slots_S, sample))
     written, found = _as_written(its, layer), {}
-    for name in its.plan.formats:
+    for name in its.folding.formats:
         dtype = cache_dtype(name)
         found[name] = its.loss(written, sample, dtype.stored)
         if dtype.bits < 16:
@@ -115,13 +126,14 @@ def _prepared(
     or the layer as it would be without a format.
     """
     if its.sample is None:
-        if _is_levelled(layer):
+        is_levelled = isinstance(layer, LatentAttention) and layer.level_CC is not None
+        if is_levelled:
             return _as_written(its, layer), None
         return in_basis(layer, fit_basis(layer, its.slots_S, weights_moments(layer), dtype)), None
     assert loss is not None
     basis = fit_basis(layer, its.slots_S, sampled_moments(layer, its.slots_S, its.sample), dtype)
     ways: list[Any] = [_as_written(its, layer), _as_written(its, in_basis(layer, basis), basis.norm)]
-    if its.plan.method == OWN and its.plan.refine:
+    if its.folding.method == OWN and its.folding.refine:
         caches = caches_of(dtype, basis)
         refined, _ = _with_all_parts(its, _fitted(its, layer, its.sample, caches).layer, loss, caches)
         ways.append(_as_written(its, in_basis(refined, basis), basis.norm))
@@ -134,21 +146,20 @@ def _prepared(
 
 
 def _levelled(its: Finishing, layer: LatentAttention) -> LatentAttention:
-    """Return the layer with real norms, where the plan has them fitted."""
-    plan, taken = its.plan, its.statistics
-    if plan.latent_norm != "fitted":
+    """Return the layer with real norms, where they are fitted."""
+    folding = its.folding
+    if folding.latent_norm != "fitted":
         return layer
-    assert taken is not None, "make_plan asked for statistics"
     weight_BT = None
     if its.sample is not None:
-        weight_BT = length_weights(layer, its.slots_S, its.sample, plan.effort.draws)
-    tokens = _tokens(taken.input_BTD, weight_BT)
+        weight_BT = length_weights(layer, its.slots_S, its.sample, folding.effort.draws)
+    tokens = _tokens(its.input_BTD, weight_BT)
     layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
-    if plan.container.query_rank is not None:
+    if folding.container.query_rank is not None:
         size = float(its.plain.q_NHD.square().mean().sqrt())
         given = tokens.input_XD.shape[1] if layer.q_down_AD is None else len(layer.q_down_AD)
         # One more number than there are is a constant, in the place of biases.
-        biased = plan.container.query_rank > given
+        biased = folding.container.query_rank > given
         layer = with_query_norm(layer, tokens.unweighted(), size, biased=biased)
     return layer.to(torch.float64, "cpu")
 
@@ -192,7 +203,7 @@ def _with_rounded_length(
     not, and keeps its own.
 
     Args:
-        its: the layer's plan and source.
+        its: the layer's folding and source.
         layer: any; only a latent behind a norm has a length to choose.
         sample: of the source's inputs.
         steps: most steps of the search.
@@ -204,9 +215,9 @@ def _with_rounded_length(
     """
     if not isinstance(layer, LatentAttention) or isinstance(layer, NormedLatentAttention):
         return layer, None
-    if layer.level_CC is None or its.plan.method != OWN or not its.plan.refine:
+    if layer.level_CC is None or its.folding.method != OWN or not its.folding.refine:
         return layer, None
-    costs = latent_costs(layer, its.slots_S, sample, its.plan.effort.draws)
+    costs = latent_costs(layer, its.slots_S, sample, its.folding.effort.draws)
     trim_memory()
     root_CC = rounded_root(costs, SHARE, steps)
     made: Any = layer
@@ -221,11 +232,11 @@ def _fitted(
     its: Finishing, layer: Layer, sample: LayerSample, caches: Caches | None = None
 ) -> Refined[Layer]:
     """Refine the weights that are written; the loss is measured through `caches`."""
-    plan = its.plan
-    is_refined = plan.method == OWN
+    folding = its.folding
+    is_refined = folding.method == OWN
     # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
     # number stays.
-    spans = plan.source.family.norm_spans == "heads"
+    spans = folding.source.family.norm_spans == "heads"
     fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
     if its.is_shared:
         fixed |= {"k_KHD", "k_KH", "v_KHD", "v_KH"}
@@ -243,17 +254,13 @@ def _fitted(
         its.table_F,
         sample,
         fixed=fixed,
-        steps=plan.refine if is_refined else 0,
-        batch=plan.effort.batch,
-        momentum=plan.effort.momentum,
-        passes=plan.effort.passes,
-        solve=is_refined and plan.solves,
+        steps=folding.refine if is_refined else 0,
+        batch=folding.effort.batch,
+        momentum=folding.effort.momentum,
+        passes=folding.effort.passes,
+        solve=is_refined and folding.solves,
         cache=caches,
     )
-
-
-def _is_levelled(layer: AnyAttention) -> bool:
-    return isinstance(layer, LatentAttention) and layer.level_CC is not None
 
 
 def _with_all_parts(
@@ -277,11 +284,9 @@ def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) ->
     if not isinstance(layer, LatentAttention) or layer.level_CC is None:
         return layer
     size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
-    assert its.statistics is not None, "the norm was fitted on its inputs"
-    input_BTD = its.statistics.input_BTD
     # Of 32 heads this takes a CPU seconds, as long as a fifth of the refinement on a GPU
     # (docs/notes/time-and-memory.md).
-    balanced = with_balanced_heads(layer.to(torch.float64, fitting_device()), input_BTD)
-    made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), input_BTD, float(size), basis)
+    balanced = with_balanced_heads(layer.to(torch.float64, fitting_device()), its.input_BTD)
+    made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), its.input_BTD, float(size), basis)
     written: Layer = made
     return written

@@ -1,7 +1,6 @@
 """The `rope_theta` of an output for engines is the one whose slots turn like the source's pairs."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.measured import table_choice
-from kvfold.convert.decide.measured.table_choice import settle_table
-from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.decide.draft import make_draft
+from kvfold.convert.decide.plan import Draft, Plan
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.formats.serving import table, thetas
 from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.formats.stock import Stock
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle import theta as of_theta
+from kvfold.convert.settle.settle import settle
+from kvfold.convert.settle.theta import settle_table
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.tiny import make
@@ -45,9 +46,9 @@ def statistics(source: Source) -> Statistics:
     return taken
 
 
-def planned(source: Source, statistics: Statistics | None, **options: Any) -> Plan:
+def planned(source: Source, statistics: Statistics | None, **options: Any) -> Draft:
     asked = {"rank": "32", "rope_dim": 8, "engines": "mlx", "refine": 0, "latent_norm": "linear", **options}
-    return make_plan(
+    return make_draft(
         source, fold_request({"model": str(source.checkpoint.directory), "to": "mla", **asked}), statistics
     )
 
@@ -67,17 +68,16 @@ def test_slots_meet_the_pairs_that_turn(source: Source, statistics: Statistics, 
     """Pairs that hardly turn within the text need no slot, so such an output computes what the source does."""
     plan = planned(source, statistics)
     assert plan.thetas[:2] == (OWN, FAST)
-    assert theta_of(plan) == OWN
+    assert theta_of(plan.plan) == OWN
     settled = settle_table(plan)
     assert theta_of(settled) == FAST
-    assert settled.thetas == ()
-    assert settled.request == plan.request
+    assert settled.request == plan.plan.request
     (said,) = (one for one in settled.notices if "rope_theta" in one)
     assert said.startswith("rope_theta becomes 10000, from which engines compute other rotary frequencies")
 
     expected = logits(source.checkpoint.directory)
     errors = []
-    for name, each in (("own", replace(plan, thetas=())), ("fast", settled)):
+    for name, each in (("own", plan.plan), ("fast", settled)):
         rewrite(each, tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta_of(each)
@@ -87,7 +87,7 @@ def test_slots_meet_the_pairs_that_turn(source: Source, statistics: Statistics, 
 
 def test_pairs_share_the_slots_that_are_left(source: Source, statistics: Statistics) -> None:
     """With as many slots as pairs, some pairs get two where heads differ, and every slot turns near its pair."""
-    plan = make_plan(source, planned(source, None).request, statistics, FAST)
+    plan = make_draft(source, planned(source, None).plan.request, statistics, FAST).plan
     table_F, _ = source.slot_frequencies()
     assert plan.bands
     for band in plan.bands:
@@ -98,17 +98,17 @@ def test_pairs_share_the_slots_that_are_left(source: Source, statistics: Statist
 def test_no_table_is_chosen_where_nothing_can_be_measured(
     source: Source, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_choice, "slots_loss", lambda *_: None)
+    monkeypatch.setattr(of_theta, "slots_loss", lambda *_: None)
     plan = planned(source, statistics)
     assert theta_of(settle_table(plan)) == OWN
-    monkeypatch.setattr(table_choice, "slots_loss", lambda *_: pytest.fail("not to be measured"))
+    monkeypatch.setattr(of_theta, "slots_loss", lambda *_: pytest.fail("not to be measured"))
     for other in (
         planned(source, None),
         planned(source, statistics, effort="quick"),
         planned(source, statistics, slots="uniform"),
         planned(source, statistics, engines="transformers", container="remote", latent_norm="auto"),
     ):
-        assert settle_table(other).bands == other.bands
+        assert settle(other) is other.plan
 
 
 def test_every_table_turns(tmp_path: Path) -> None:

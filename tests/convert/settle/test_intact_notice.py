@@ -7,28 +7,32 @@ import pytest
 
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.measured.intact_notice import intact_notice, measure_intact
-from kvfold.convert.decide.measured.width_choice import LAYERS, measure_widths, settle_width
-from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.decide.draft import make_draft
+from kvfold.convert.decide.plan import Draft
 from kvfold.convert.families.source import open_source
 from kvfold.convert.families.support import LIMIT
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle import widths as of_widths
+from kvfold.convert.settle.settle import settle
+from kvfold.convert.settle.widths import measure_intact, measure_widths, settle_width
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.tiny import make
 
+SAID = "--rope intact loses less"
 
-def planned(source: Path, statistics: Statistics, **options: Any) -> Plan:
+
+def planned(source: Path, statistics: Statistics, **options: Any) -> Draft:
     asked = {"model": str(source), "to": "mla", "kv_budget": "25%", "refine": 0, **options}
-    return make_plan(source, fold_request(asked), statistics)
+    return make_draft(source, fold_request(asked), statistics)
 
 
 def test_intact_rotation_is_measured_as_it_would_be_folded(
     source: Path, statistics: Statistics, tmp_path: Path
 ) -> None:
     plan = planned(source, statistics, container="remote")
-    found = measure_intact(plan, LAYERS)
-    record = rewrite(planned(source, statistics, rope="intact"), tmp_path / "out")
+    found = measure_intact(plan.plan)
+    record = rewrite(settle(planned(source, statistics, rope="intact")), tmp_path / "out")
     assert record["target"]["kv_lora_rank"] == 32
     assert found == pytest.approx(sum(layer["measured"]["folded"] for layer in record["layers"]), rel=1e-3)
 
@@ -38,19 +42,27 @@ def test_the_notice_has_what_was_measured(
     source: Path, statistics: Statistics, given: dict[str, Any]
 ) -> None:
     plan = planned(source, statistics, **given)
-    intact, widths = measure_intact(plan, LAYERS), measure_widths(plan)
+    intact, widths = measure_intact(plan.plan), measure_widths(plan)
     assert intact is not None
     assert min(widths.values()) > intact
     is_told = min(widths.values()) - intact > LIMIT
-    told = [one for one in settle_width(plan).notices if one.startswith("--rope intact")]
-    assert told == list(intact_notice(min(widths.values()), intact))
+    told = [one for one in settle_width(plan).notices if SAID in one]
     assert bool(told) == is_told
 
 
-def test_only_a_clear_difference_is_told() -> None:
-    assert intact_notice(1.0, None) == intact_notice(0.06, 0.02) == intact_notice(0.1, 0.3) == ()
-    (told,) = intact_notice(0.2225, 0.0963)
-    assert "0.0963 instead of 0.2225 nats" in told
+def test_only_a_clear_difference_is_told(
+    source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = planned(source, statistics)
+
+    def told(decoupled: float, intact: float | None) -> list[str]:
+        monkeypatch.setattr(of_widths, "slots_loss", lambda *_: decoupled)
+        monkeypatch.setattr(of_widths, "measure_intact", lambda _: intact)
+        return [one for one in settle_width(draft).notices if SAID in one]
+
+    assert told(1.0, None) == told(0.06, 0.02) == told(0.1, 0.3) == []
+    (said,) = told(0.2225, 0.0963)
+    assert "0.0963 instead of 0.2225 nats" in said
 
 
 @pytest.mark.parametrize(
@@ -70,11 +82,11 @@ def test_what_is_decided_is_not_measured(source: Path, statistics: Statistics, g
         taken = study(open_source(source), "self", sequences=2, length=16, seed=0)
         assert taken is not None
         statistics, given = taken, {**given, "kv_budget": None, "rank": "512"}
-    assert measure_intact(planned(source, statistics, **given), LAYERS) is None
+    assert measure_intact(planned(source, statistics, **given).plan) is None
 
 
 def test_sources_with_key_norms_have_a_choice_of_their_own(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "qwen3", num_key_value_heads=4, head_dim=16)
     taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
     assert taken is not None
-    assert measure_intact(planned(source, taken, container="remote", kv_budget="50%"), LAYERS) is None
+    assert measure_intact(planned(source, taken, container="remote", kv_budget="50%").plan) is None

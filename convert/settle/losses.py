@@ -7,27 +7,22 @@ from concurrent.futures import as_completed
 from dataclasses import replace
 from itertools import accumulate
 
-from ....core.console import progress
-from ....core.memory import enough_memory
-from ...calibration.capacity import default_jobs
-from ...write.fold_threads import fold_threads
-from ...write.layer_fold import fold_attention
-from ..plan import Plan
-
-# The remedy where memory is full while layers are folded.
-FEWER = (
-    "fold fewer layers at once with --jobs 1, or measure them on fewer or shorter sequences with --sequences "
-    "or --length"
-)
+from ...core.console import progress
+from ...core.memory import enough_memory
+from ..decide.plan import Plan
+from ..efforts import MEASURED
+from ..layer.fold import fold_attention
+from ..layer.threads import FEWER, fold_threads
 
 
 @enough_memory(FEWER)
-def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
+def closed_form_loss(plan: Plan, description: str) -> float | None:
     """Fold layers of a plan by the closed form, and measure them on tokens that no fit has seen.
+
+    They are `efforts.MEASURED` at most, those of `spread_layers`.
 
     Args:
         plan: the fold, whose refinement is left out.
-        layers: at most so many are folded, those of `spread_layers`.
         description: of the work, for its progress.
 
     Returns:
@@ -37,11 +32,8 @@ def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
     closed = replace(plan, refine=0, effort=replace(plan.effort, solve=False))
     attending = plan.source.attending
     predicted = [sum(loss.values()) if loss else 0.0 for loss in plan.losses[: len(attending)]]
-    chosen = spread_layers(predicted, layers)
-    jobs = plan.request.jobs or default_jobs(
-        plan.source, plan.statistics, **plan.fitted_ranks(norm=plan.latent_norm == "fitted")
-    )
-    jobs = min(jobs, len(chosen))
+    chosen = spread_layers(predicted, MEASURED)
+    jobs = min(plan.jobs, len(chosen))
     with fold_threads(jobs) as pool:
         folding = [pool.submit(fold_attention, closed, attending[one]) for one in chosen]
         for done in progress(as_completed(folding), description, len(folding), jobs):
@@ -53,14 +45,14 @@ def closed_form_loss(plan: Plan, layers: int, description: str) -> float | None:
     return sum(factor * loss for factor, loss in zip(chosen.values(), stored, strict=True))
 
 
-def slots_loss(plan: Plan, layers: int, description: str) -> float | None:
+def slots_loss(plan: Plan, description: str) -> float | None:
     """Return `closed_form_loss` with a linear norm and a cache that is not quantised.
 
     Which slots lose least does not depend on these, and they cost time.
     """
     request = plan.request.model_copy(update={"cache_dtype": "bfloat16"})
     plain = replace(plan, latent_norm=plan.latent_norm and "linear", request=request)
-    return closed_form_loss(plain, layers, description)
+    return closed_form_loss(plain, description)
 
 
 def spread_layers(predicted_L: Sequence[float], count: int) -> dict[int, float]:

@@ -10,12 +10,16 @@ import kvfold
 from kvfold.convert.algebra.target import LatentTarget
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.decide.measured import layer_losses, width_choice
-from kvfold.convert.decide.measured.layer_losses import spread_layers
-from kvfold.convert.decide.measured.width_choice import measure_widths, settle_width
-from kvfold.convert.decide.plan import Plan, make_plan
+from kvfold.convert.decide.draft import make_draft
+from kvfold.convert.decide.plan import Draft, Plan
+from kvfold.convert.efforts import MEASURED
 from kvfold.convert.families.source import open_source
 from kvfold.convert.request import fold_request
+from kvfold.convert.settle import losses as of_layers
+from kvfold.convert.settle import widths as of_widths
+from kvfold.convert.settle.losses import spread_layers
+from kvfold.convert.settle.settle import settle
+from kvfold.convert.settle.widths import measure_widths, settle_width
 from kvfold.convert.write.rewrite import rewrite
 from kvfold.core.errors import InvalidInput
 
@@ -24,12 +28,13 @@ from ...support.tiny import make
 BUDGET = {"kv_budget": "50%", "container": "remote", "refine": 0}
 
 
-def planned(source: Path, statistics: Statistics | None, **options: Any) -> Plan:
+def planned(source: Path, statistics: Statistics | None, **options: Any) -> Draft:
     request = fold_request({"model": str(source), "to": "mla", **BUDGET, **options})
-    return make_plan(source, request, statistics)
+    return make_draft(source, request, statistics)
 
 
-def width_of(plan: Plan) -> int:
+def width_of(made: Plan | Draft) -> int:
+    plan = made.plan if isinstance(made, Draft) else made
     assert isinstance(plan.target, LatentTarget)
     return plan.target.qk_rope_head_dim
 
@@ -37,10 +42,13 @@ def width_of(plan: Plan) -> int:
 def told(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
     """Let widths lose this much, and intact rotation nobody knows; return those asked for, in order."""
     asked: list[int] = []
-    monkeypatch.setattr(width_choice, "measure_intact", lambda plan, layers: None)
-    monkeypatch.setattr(
-        width_choice, "_loss", lambda plan, width: (asked.append(width), losses.get(width, 9.0))[1]
-    )
+
+    def loss(plan: Plan, description: str) -> float:
+        asked.append(width_of(plan))
+        return losses.get(asked[-1], 9.0)
+
+    monkeypatch.setattr(of_widths, "measure_intact", lambda plan: None)
+    monkeypatch.setattr(of_widths, "slots_loss", loss)
     return asked
 
 
@@ -63,7 +71,7 @@ def test_widths_are_measured_while_they_lose_less(
     (said,) = (one for one in settled.notices if "rotary width" in one)
     assert said.startswith(f"the rotary width is {far}: {widths[at]} is predicted")
     assert f"loses 3 nats with {widths[at]} and 1 with {far} on held-back" in said
-    assert settled.request == plan.request
+    assert settled.request == plan.plan.request
 
     asked = told(monkeypatch, {widths[at]: 3.0, wider: 2.0})
     assert width_of(settle_width(plan)) == wider
@@ -77,15 +85,14 @@ def test_the_plan_stays_where_no_neighbour_loses_less(
     asked = told(monkeypatch, {width_of(plan): 1.0})
     settled = settle_width(plan)
     assert len(asked) == 3
-    assert (settled.target, settled.notices) == (plan.target, plan.notices)
-    assert settle_width(settled) is settled, "it is measured once"
+    assert settled == plan.plan
 
 
 def test_a_layer_that_cannot_be_measured_keeps_the_plan(
     source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(source, statistics)
-    monkeypatch.setattr(layer_losses, "fold_attention", lambda plan, number: (None, None))
+    monkeypatch.setattr(of_layers, "fold_attention", lambda plan, number: (None, None))
     assert width_of(settle_width(plan)) == width_of(plan)
 
 
@@ -109,7 +116,7 @@ def test_slots_of_a_given_width_for_every_rotary_table(tmp_path: Path) -> None:
     assert len(tables) == 2
     for statistics in (None, taken):
         plan = planned(source, statistics, kv_budget=None, rank="40", rope_dim=24, rope="decoupled")
-        slots = [sum(band.slots for band in plan.bands if band.table == table) for table in tables]
+        slots = [sum(band.slots for band in plan.plan.bands if band.table == table) for table in tables]
         assert slots == [12, 12]
 
 
@@ -117,7 +124,7 @@ def test_slots_of_a_given_width_for_every_rotary_table(tmp_path: Path) -> None:
 def test_a_width_that_is_given_is_kept(source: Path, statistics: Statistics, given: dict[str, Any]) -> None:
     plan = planned(source, statistics, **given)
     assert not plan.widths
-    assert settle_width(plan) is plan
+    assert settle(plan) is plan.plan
 
 
 def test_a_choice_of_form_stays_with_another_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +132,7 @@ def test_a_choice_of_form_stays_with_another_width(tmp_path: Path, monkeypatch: 
     source = make(tmp_path / "source", "qwen3", num_key_value_heads=4, head_dim=16)
     taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
     plan = planned(source, taken)
-    (form,) = (one for one in plan.notices if one.startswith("rotation is decoupled"))
+    (form,) = (one for one in plan.plan.notices if one.startswith("rotation is decoupled"))
     other = min(plan.widths.keys() - {width_of(plan)})
     told(monkeypatch, {width: float(width) for width in plan.widths})
     settled = settle_width(plan)
@@ -153,7 +160,7 @@ def test_losses_of_many_layers_are_measured_on_those_that_lose_most(
 ) -> None:
     source = make(tmp_path / "source", num_key_value_heads=4, head_dim=16, num_hidden_layers=12)
     taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
-    plan = planned(source, taken)
+    plan = planned(source, taken).plan
     predicted = [sum(loss.values()) for loss in plan.losses if loss]
     assert len(predicted) == 12
     folded: list[int] = []
@@ -162,11 +169,11 @@ def test_losses_of_many_layers_are_measured_on_those_that_lose_most(
         folded.append(number)
         return None, {"folded": 1.1 * predicted[number]}
 
-    monkeypatch.setattr(layer_losses, "fold_attention", as_predicted)
-    found = layer_losses.closed_form_loss(plan, width_choice.LAYERS, "test")
+    monkeypatch.setattr(of_layers, "fold_attention", as_predicted)
+    found = of_layers.closed_form_loss(plan, "test")
     assert found == pytest.approx(1.1 * sum(predicted))
     assert max(range(12), key=lambda layer: predicted[layer]) in folded
-    assert len(folded) <= width_choice.LAYERS
+    assert len(folded) <= MEASURED
 
 
 def test_what_is_measured_is_what_the_record_says(
@@ -178,7 +185,7 @@ def test_what_is_measured_is_what_the_record_says(
     width = min(found, key=lambda each: found[each])
     assert found[width] <= found[width_of(plan)]
     for each, loss in found.items():
-        record = rewrite(planned(source, statistics, rope_dim=each), tmp_path / str(each))
+        record = rewrite(settle(planned(source, statistics, rope_dim=each)), tmp_path / str(each))
         measured = sum(layer["measured"]["folded"] for layer in record["layers"])
         assert measured == pytest.approx(loss, rel=1e-3)
 

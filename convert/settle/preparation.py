@@ -1,10 +1,9 @@
 """The steps before a fold: resolve the source, plan, take statistics where needed, plan again."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
@@ -21,25 +20,13 @@ from ..algebra.target import GroupedTarget, query_rank
 from ..calibration.reach import default_length
 from ..calibration.study import study
 from ..calibration.text_length import context_notice
+from ..decide.draft import make_draft
+from ..decide.plan import Plan
 from ..families.config_fields import known_ids
 from ..families.source import Source
 from ..methods.table import OWN, check_calibrated, reads_statistics
 from ..request import FoldRequest
-from .measured.settle import settle
-from .plan import Plan, make_plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedFold:
-    """A fold that is ready to be written.
-
-    Attributes:
-        plan: the fold, by statistics where it reads them.
-        out: the output directory.
-    """
-
-    plan: Plan
-    out: Path
+from .settle import settle
 
 
 def prepare(
@@ -48,7 +35,7 @@ def prepare(
     dry_run: bool = False,
     source: Source | None = None,
     check: Callable[[FoldRequest, Path, int], None] | None = None,
-) -> PreparedFold:
+) -> Plan:
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
     Args:
@@ -65,7 +52,7 @@ def prepare(
     """
     with together():  # before any long work, so that mistakes show at once
         directory = resolve(request.model, request.revision)
-        plan = make_plan(source or directory, request)
+        plan = settle(make_draft(source or directory, request))
         told = _code_notices(request, plan.source)
         check_side_files(directory)
         read_card(directory)  # of which the output's card takes the licence
@@ -73,10 +60,9 @@ def prepare(
             check_output(request.out, directory)
         check_outside({"--save-statistics": request.save_statistics}, (directory, request.out))
         calibration = choose_calibration(request, plan, dry_run)
-        out = request.out or Path(output_name(request.model, plan.target.to_dict()))
         asked = _as_recorded(plan, calibration)
         if check is not None:
-            check(asked, out, sum(spec.nbytes for spec in plan.specs.values()))
+            check(asked, output_of(request, plan), sum(spec.nbytes for spec in plan.specs.values()))
     if calibration is not None:
         statistics = study(
             plan.source,
@@ -92,13 +78,11 @@ def prepare(
             check_unchanged(plan.source.checkpoint)
         if statistics is not None:
             with decomposing("the statistics"):
-                plan = settle(make_plan(source or directory, request, statistics))
+                plan = settle(make_draft(source or directory, request, statistics))
         plan = replace(plan, request=asked)
     told += [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
     told += _behind_notices(plan.source)
-    plan = replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
-    out = request.out or Path(output_name(request.model, plan.target.to_dict()))
-    return PreparedFold(plan=plan, out=out)
+    return replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
 
 
 def _as_recorded(plan: Plan, calibration: str | None) -> FoldRequest:
@@ -219,7 +203,8 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
     asked = request.calibration
     wanted = "self" if asked is None and request.save_statistics is not None else asked
     if plan.method != OWN:
-        _refuse_own_options(request, plan.method)
+        published = f"does not apply to --method {plan.method}, which is taken as published; leave it out"
+        _refuse(request, ("refine", "context"), published)
     if not reads_statistics(plan.method):
         if request.save_statistics is not None:
             raise InvalidInput(
@@ -229,12 +214,13 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
             notice(f"--calibration {asked} is ignored: --method {plan.method} folds by weights alone")
         wanted = "none"
     if wanted is None and _keeps_everything(plan) and not plan.folds_biases:
-        _refuse_unread(request)
+        _refuse(request, ("refine", "context"), "has no effect where everything is kept; leave it out")
         return None
     about = plan.method, plan.target, plan.source.rotary_width
     check_calibrated(*about, calibrated=wanted != "none", biased=plan.folds_biases)
     if wanted == "none":
-        _refuse_without_text(request)
+        why = "has no effect without calibration text; leave it out, or use --calibration self"
+        _refuse(request, ("refine", "effort", "context"), why)
     if wanted is None and dry_run:
         divided = " and may divide the budget into another rank and rotary width"
         may = divided if request.to == "mla" and request.kv_budget is not None else ""
@@ -243,44 +229,12 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
     return "self" if wanted is None else wanted
 
 
-def _refuse_own_options(request: FoldRequest, method: str) -> None:
-    """Refuse options of kvfold's own method for one that is taken as published."""
-    for option, value in (("--refine", request.refine or None), ("--context", request.context)):
-        if value is not None:
-            raise InvalidInput(
-                f"{option} {value} does not apply to --method {method}, which is taken as published; "
-                "leave it out"
-            )
-
-
-def _refuse_without_text(request: FoldRequest) -> None:
-    """Refuse options that only a fold with calibration text reads."""
-    if request.refine:
-        raise InvalidInput(
-            f"--refine {request.refine} needs text to refine on; leave it out, or use --calibration self"
-        )
-    if request.effort != "default":
-        raise InvalidInput(
-            f"--effort {request.effort} has no effect without calibration text; leave it out, or use "
-            "--calibration self"
-        )
-    if request.context is not None:
-        raise InvalidInput(
-            f"--context {request.context} has no effect without statistics; leave it out, or use "
-            "--calibration self"
-        )
-
-
-def _refuse_unread(request: FoldRequest) -> None:
-    """Refuse options of statistics for a fold that keeps everything, and so reads none."""
-    if request.refine:
-        raise InvalidInput(
-            f"--refine {request.refine} has nothing to refine where everything is kept; leave it out"
-        )
-    if request.context is not None:
-        raise InvalidInput(
-            f"--context {request.context} has no effect where everything is kept; leave it out"
-        )
+def _refuse(request: FoldRequest, options: Iterable[str], why: str) -> None:
+    """Refuse options of a request that would have no effect."""
+    for name in options:
+        value = getattr(request, name)
+        if value not in (None, 0, "default"):
+            raise InvalidInput(f"--{name} {value} {why}")
 
 
 def _keeps_everything(plan: Plan) -> bool:
@@ -292,12 +246,15 @@ def _keeps_everything(plan: Plan) -> bool:
     return target.get("slots") == "source" and keeps_queries
 
 
-def output_name(model: str, target: dict[str, Any]) -> str:
-    """Return the name of an output that the user did not name.
+def output_of(request: FoldRequest, plan: Plan) -> Path:
+    """Return the output directory: the user's, or one that is named after the model and the target.
 
     It is `<model>-gqa-4`, `<model>-mqa`, `<model>-mla-512-64` or `<model>-mla-full`, with `-q96` for queries
     of rank 96.
     """
+    if request.out is not None:
+        return request.out
+    target, model = plan.target.to_dict(), request.model
     widths = {"gqa": ["num_key_value_heads"], "mqa": [], "mla": ["kv_lora_rank", "qk_rope_head_dim"]}
     parts = [str(target[width]) for width in widths[target["name"]]]
     if target.get("slots") == "source":
@@ -306,4 +263,4 @@ def output_name(model: str, target: dict[str, Any]) -> str:
         parts.append(f"q{target['q_lora_rank']}")
     is_directory = Path(model).is_dir()
     stem = Path(model).resolve().name if is_directory else model.partition("@")[0].rpartition("/")[2]
-    return "-".join([stem, target["name"], *parts])
+    return Path("-".join([stem, target["name"], *parts]))

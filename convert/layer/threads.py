@@ -6,6 +6,12 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+# The remedy where memory is full while layers are folded.
+FEWER = (
+    "fold fewer layers at once with --jobs 1, or measure them on fewer or shorter sequences with --sequences "
+    "or --length"
+)
+
 
 @contextmanager
 def fold_threads(jobs: int) -> Iterator[ThreadPoolExecutor]:

@@ -1,1 +1,0 @@
-"""Choices of a plan that are measured on some of its layers."""

@@ -1,0 +1,1 @@
+"""One layer: folded from the source's weights to what an output has."""
