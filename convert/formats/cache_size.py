@@ -29,23 +29,12 @@ def cache_size(source: Source, container: Container, dtype: torch.dtype) -> dict
 
     more: dict[str, Any] = {"layers": source.kinds} if source.kinds else {}
     if source.family.unlike:
-        more["kinds"] = _by_kind(source, before, after)
+        kinds: dict[str, dict[str, int]] = {}
+        for layer, old, new in zip(source.attending, before, after, strict=True):
+            name = str(source.config["layer_types"][layer])
+            kinds.setdefault(name, {"layers": 0, "before": old, "after": new})["layers"] += 1
+        more["kinds"] = kinds
     return {"before": size(before), "after": size(after), "ratio": sum(after) / sum(before), **more}
-
-
-def _by_kind(source: Source, before: list[int], after: list[int]) -> dict[str, dict[str, int]]:
-    """Return the number of layers with a cache and the elements that one caches per token, by kind of layer.
-
-    Args:
-        source: with unlike layers.
-        before: elements of each layer with a cache, in the source.
-        after: the same, folded.
-    """
-    kinds: dict[str, dict[str, int]] = {}
-    for layer, old, new in zip(source.attending, before, after, strict=True):
-        name = str(source.config["layer_types"][layer])
-        kinds.setdefault(name, {"layers": 0, "before": old, "after": new})["layers"] += 1
-    return kinds
 
 
 def check_prepared_values(source: Source, cache_dtype: str) -> None:

@@ -20,9 +20,6 @@ from ..core.settings import Settings
 from ..core.units import show_context
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..convert.families.source import Source
     from .reference.costs import Costs
     from .reference.multi_head import MultiHeadAttention
 
@@ -155,7 +152,14 @@ def _shape(asked: LabRequest) -> tuple[Shape, "MultiHeadAttention | None"]:
         layers, found = opened.layers, opened.geometry
         d_model, width = found.hidden_size, found.head_dim
         heads, kv_heads = found.num_attention_heads, found.num_key_value_heads
-        source = _first_layer(opened) if asked.measure else None
+        if asked.measure:
+            import torch
+
+            from .reference.multi_head import MultiHeadAttention
+
+            table_F, factor = opened.frequencies()
+            attention = opened.attention(0, factor).to(torch.float32)
+            source = MultiHeadAttention.from_weights(attention, table_F.tolist())
     if heads % kv_heads:
         raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; choose a divisor")
     return Shape(
@@ -170,16 +174,6 @@ def _shape(asked: LabRequest) -> tuple[Shape, "MultiHeadAttention | None"]:
         value=asked.v_dim or width,
         layers=layers,
     ), source
-
-
-def _first_layer(source: "Source") -> "MultiHeadAttention":
-    import torch
-
-    from .reference.multi_head import MultiHeadAttention
-
-    table_F, factor = source.frequencies()
-    attention = source.attention(0, factor).to(torch.float32)
-    return MultiHeadAttention.from_weights(attention, table_F.tolist())
 
 
 def _variants(shape: Shape, asked: LabRequest) -> list[dict[str, Any]]:
@@ -240,7 +234,10 @@ def _measured(
             head_dim=shape.head_dim,
             rope_theta=10000.0 if shape.rope else None,
         )
-    sample_BTD, input_BTD = (_normal(shape.d_model, seed) for seed in (1, 2))
+    sample_BTD, input_BTD = (
+        torch.randn(2, TOKENS, shape.d_model, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 2)
+    )
     modules: dict[str, Any] = {"source": source}
     for groups in (n for n in range(shape.kv_heads - 1, 0, -1) if shape.kv_heads % n == 0):
         modules["MQA" if groups == 1 else f"GQA-{groups}"] = fold_to_groups(source, groups, sample_BTD)
@@ -261,12 +258,6 @@ def _measured(
         ],
         "trials": trials,
     }
-
-
-def _normal(d_model: int, seed: int) -> "Tensor":
-    import torch
-
-    return torch.randn(2, TOKENS, d_model, generator=torch.Generator().manual_seed(seed))
 
 
 def _show_costs(report: dict[str, Any], counts: Sequence[int]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from ..checkpoints.record import SCHEMA, describe, is_folded, read_record, write
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..convert.families.recognition import is_multimodal
 from ..core.console import progress
+from ..core.disk import naming
 from ..core.errors import InvalidInput
 from ..core.files import check_makeable, whole_directory, write_json
 from ..core.version import __version__
@@ -157,7 +155,7 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
     record = _record(plan)
     check_makeable(plan.out)
     plan.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with _failures(plan), whole_directory(plan.out) as place:
+    with naming(plan.out), whole_directory(plan.out) as place:
         with ShardWriter(place, plan.specs, shard_size) as writer:
             rounded = set(plan.chosen.rounded)
             for name in progress(plan.checkpoint, "quantize", len(plan.checkpoint)):
@@ -210,17 +208,3 @@ def _record(plan: QuantizePlan) -> dict[str, Any]:
         "parents": [*record["parents"], parent],
         "quantize": {"command": plan.command, **plan.to_dict()},
     }
-
-
-@contextmanager
-def _failures(plan: QuantizePlan) -> Iterator[None]:
-    """Turn errors of the file system into sentences."""
-    try:
-        yield
-    except OSError as error:
-        need = sum(spec.nbytes for spec in plan.specs.values())
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        reason = f"no space left, the output takes {need:,} bytes" if full else str(error.strerror or error)
-        raise InvalidInput(
-            f"cannot write {plan.out}: {reason}; the half-written output was removed"
-        ) from None
