@@ -66,16 +66,11 @@ def carry_out(request: FoldRequest) -> Folded:
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
-    from .convert.towers.tower import check_text_only, find_tower
-    from .core.hub import resolve
+    from .convert.towers.tower import tower_of
+    from .tower_run import fold_tower
 
-    tower = find_tower(resolve(request.model, request.revision))
-    if tower is not None:
-        from .tower_run import fold_tower
-
-        return fold_tower(request, tower, _fold)
-    check_text_only(request.model, text_only=request.text_only)
-    return _fold(request)
+    tower = tower_of(request.model, request.revision, text_only=request.text_only)
+    return _fold(request) if tower is None else fold_tower(request, tower, _fold)
 
 
 def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
@@ -89,15 +84,12 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
     """
     from .convert.decide.fold_cost import cost_of
     from .convert.settle.preparation import prepare
-    from .convert.towers.tower import check_text_only, find_tower
-    from .core.hub import resolve
+    from .convert.towers.tower import tower_of
+    from .tower_run import plan_tower
 
-    tower = find_tower(resolve(request.model, request.revision))
+    tower = tower_of(request.model, request.revision, text_only=request.text_only)
     if tower is not None:
-        from .planning.tower_plan import plan_tower
-
         return plan_tower(request, tower)
-    check_text_only(request.model, text_only=request.text_only)
     plan = prepare(request, dry_run=True)
     return (plan.to_dict(), cost_of(plan)) if is_first() else None
 

@@ -20,7 +20,8 @@ from kvfold.core.cache_dtypes import cache_dtype
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.planning.candidates import Candidate, find_candidates
-from kvfold.planning.ranking import Bounds, Row, place, predict_rows
+from kvfold.planning.demand import Bounds
+from kvfold.planning.ranking import Row, place, predict_rows
 from kvfold.texts.corpus import read_text
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"  # 8 heads of 16 in 6 layers, in bfloat16

@@ -25,7 +25,8 @@ from kvfold.eval.run import evaluate
 from kvfold.lab.reference import costs
 from kvfold.planning import demand as costs_of
 from kvfold.planning.candidates import Candidate, find_candidates
-from kvfold.planning.ranking import Bounds, place, predict_rows, rank
+from kvfold.planning.demand import Bounds
+from kvfold.planning.ranking import place, predict_rows, rank
 from kvfold.texts.corpus import read_text
 
 from ..support.tiny import ROPE, make
@@ -72,22 +73,23 @@ def test_a_sliding_window_bounds_the_cache(tmp_path: Path) -> None:
     source = make(tmp_path / "windows", "ministral")  # a layer with a window of 9, one without
     one = find(source=source)["GQA-2"]
     each = one.plan.cache()["after"]["bytes_per_token"] // 2
-    assert [costs_of.demand(one.plan, n, 5).cache for n in (8, 100)] == [5 * each * 16, 5 * each * 109]
+    demands = [costs_of.demand(one.plan, Bounds(context=n, batch=5)) for n in (8, 100)]
+    assert [needed.cache for needed in demands] == [5 * each * 16, 5 * each * 109]
 
 
 def test_rebuilt_keys_cost_memory_bytes_and_arithmetic() -> None:
     stock, intact = find("25%")["MLA 48+16, stock uniform"], find("25%")["MLA 64, rope intact"]
-    assert not costs_of.absorbs(stock.plan, ("transformers",))
-    assert costs_of.absorbs(stock.plan, ("transformers", "sglang"))
-    expanded, absorbed = (costs_of.decoding(stock.plan, 250, 4, absorbed=form) for form in (False, True))
+    bounds, engines = Bounds(context=250, batch=4), ("transformers", "sglang")
+    assert costs_of.rebuilt(stock.plan, ("transformers",)) > costs_of.rebuilt(stock.plan, engines) == 0
+    expanded, absorbed = (costs_of.decoding(stock.plan, bounds, each) for each in (engines[:1], engines))
     assert (expanded.form, absorbed.form) == ("expanded", "absorbed")
     # 8 heads of 16, each with un-rotated and rotary key and value, written and read, 6 layers, bfloat16.
     assert expanded.bytes - absorbed.bytes == 250 * 6 * 8 * (16 + 16 + 16) * 2 * 2
     assert expanded.attention_flops > 2 * absorbed.attention_flops
-    assert costs_of.decoding(intact.plan, 250, 4).form == "expanded"
+    assert costs_of.decoding(intact.plan, bounds).form == "expanded"
     rebuilt = (
-        costs_of.demand(intact.plan, 250, 4).activations
-        - costs_of.demand(stock.plan, 250, 4, absorbed=True).activations
+        costs_of.demand(intact.plan, bounds).activations
+        - costs_of.demand(stock.plan, bounds, engines).activations
     )
     assert rebuilt == 4 * 250 * 256 * 2
 
@@ -121,7 +123,7 @@ def test_what_runs_more_widely_at_the_same_loss_is_named() -> None:
 def test_formulas_count_the_weights_that_are_written() -> None:
     for one in find("25%").values():
         written = [spec.shape for name, spec in one.plan.layers[0].writes.items() if "norm" not in name]
-        assert costs_of._costs(one.plan, absorbed=False).total == sum(map(math.prod, written)), one.label
+        assert costs_of._costs(one.plan, is_absorbed=False).total == sum(map(math.prod, written)), one.label
     intact = costs.intact(128, 8, 8, 16, 64)
     assert intact.cache == 64
     assert intact.decode(10) - intact.decode(9) == 4 * 128 + 2 * 64 * 256
