@@ -278,11 +278,7 @@ _RECORDED = (
 
 
 def fold_request(values: Mapping[str, Any], where: str = "") -> FoldRequest:
-    """Return a checked request.
-
-    Args:
-        values: by the names of the fields of `FoldRequest`.
-        where: the name of the file that they come from.
+    """Return the checked request of values by the names of its fields, from the file `where` if there is one.
 
     Raises:
         InvalidInput: names the field, its value and what would be right.

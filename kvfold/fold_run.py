@@ -24,16 +24,7 @@ def fold_loaded(
     tokenizer: PreTrainedTokenizerBase | None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Fold a loaded model through a temporary directory.
-
-    Args:
-        source: the model.
-        target: what its attention becomes.
-        tokenizer: the model's tokenizer.
-        options: fields of `FoldRequest`.
-
-    Returns:
-        The folded model, on the source's device and in its dtype.
+    """Fold a loaded model through a temporary directory; arguments are those of `kvfold.fold`.
 
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.

@@ -33,7 +33,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
 
     Args:
         request: what the user asked for.
-        tower: the tower of the source that it names.
+        tower: the tower of the source.
         fold: folds a causal language model.
 
     Raises:

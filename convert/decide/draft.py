@@ -35,12 +35,8 @@ def make_draft(
 ) -> Draft:
     """Decide a fold from what the user asked for, but for what is measured.
 
-    Args:
-        place: the source checkpoint, which the request names.
-        request: the target with its sizes and form, the method, the dtype and the steps of refinement.
-        statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
-            loss.
-        theta: `rope_theta` of the stock class for engines; None: the source's own.
+    With statistics MLA's slots are allocated, and a budget is divided, by predicted loss. `theta` is the
+    `rope_theta` of the stock class for engines; None: the source's own.
 
     Returns:
         The draft of the least lossy output format that the engines run.

@@ -88,12 +88,8 @@ def planned_copies(
 ) -> dict[str, Copy]:
     """Return the output tensors that are not attention, which no method makes.
 
-    Args:
-        source: the checkpoint.
-        container: the output format.
-        attention: names of the source's tensors that are attention.
-        written: dtype of every tensor of the source in the output.
-        keeps: whether quantised ones keep their stored parts, where the container does not change them.
+    `attention` has the names of the source's tensors that are, `written` the dtype of each tensor in the
+    output. With `keeps` quantised ones that the container does not change keep their stored parts.
     """
     checkpoint, copies = source.checkpoint, dict[str, Copy]()
     for name in checkpoint:

@@ -120,8 +120,8 @@ def whole_modules(
     Args:
         whole: the source.
         part: the folded tower.
-        named: the folded tower's unquantised tensors by their names in the whole checkpoint.
-        place: for each of the folded tower's modules its name in the multimodal class.
+        named: its unquantised tensors by their names in the whole checkpoint.
+        place: for each of its modules the name in the multimodal class.
         inside: names of the source's tower in the whole checkpoint.
     """
     packed_part = part.packed if isinstance(part, QuantisedCheckpoint) else {}

@@ -200,12 +200,7 @@ def _check_whole(
 ) -> None:
     """Check that a tower has the tensors of its layers, by the names that the whole checkpoint has for them.
 
-    Args:
-        directory: the whole checkpoint.
-        kind: its model_type.
-        names: of the tower's tensors, there and in the causal language model.
-        family: of the tower.
-        config: of the tower, complete.
+    `names` and the complete `config` are those of `Tower`; `kind` is the model_type of the whole checkpoint.
     """
     here = set(names.values())
     wanted = names_outside_attention(family, {**config, "tie_word_embeddings": True})

@@ -15,13 +15,7 @@ _OTHERS = "use --to gqa or --to mqa, or write the text tower alone with --text-o
 
 
 def tower_report(tower: Tower, *, in_place: bool, dequantize: bool = False) -> dict[str, Any]:
-    """Return a text tower as plain values: its sizes, and for each target why it cannot be; empty: it may.
-
-    Args:
-        tower: the tower.
-        in_place: whether it stays in the whole checkpoint.
-        dequantize: whether the output is unquantised.
-    """
+    """Return a text tower as plain values: its sizes, and for each target why it cannot be; empty: it may."""
     whole = as_stored(tower.whole)
     return {
         "family": FAMILIES[tower.model_type].label,

@@ -21,10 +21,7 @@ _NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 class TowerView(Checkpoint):
     """Tensors of another checkpoint under other names; each is read from the files of the other.
 
-    Args:
-        directory: of the config.json and the side files that go with these names.
-        whole: the other checkpoint.
-        names: of the tensors, there and here.
+    The directory has the config.json and the side files that go with these names.
     """
 
     def __init__(self, directory: Path, whole: Checkpoint, names: Mapping[str, str]) -> None:

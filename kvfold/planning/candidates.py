@@ -125,15 +125,9 @@ def find_candidates(
     *,
     inside: Surroundings | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Plan every target of a source without statistics.
+    """Plan every target of a source without statistics, MLA at some shares of its cache.
 
-    For kinds without any candidate the reason is returned too.
-
-    Args:
-        source: the checkpoint.
-        shares: of its cache, for MLA.
-        engines: those that must run the output; none: any that does.
-        inside: as of `Candidate`.
+    For kinds without any candidate the reason is returned too. Without engines any may run the output.
 
     Raises:
         InvalidInput: a share is none.

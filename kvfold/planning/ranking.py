@@ -203,15 +203,10 @@ def predict_rows(
 
 
 def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, calibrated: bool) -> Advice:
-    """Order rows by a goal.
+    """Order rows, which are predicted where they fit, by a goal.
 
-    Args:
-        rows: predicted where they fit.
-        bounds: theirs.
-        goal: `quality`, the least predicted loss; `speed`, the least bytes per decoded token of those within
-            the tolerance.
-        tolerance: in the unit of the losses.
-        calibrated: whether that is nats.
+    It is `quality`, the least predicted loss, or `speed`, the least bytes per decoded token of those within
+    the tolerance. That is in nats if `calibrated`, as the losses are.
     """
     unit = NATS if calibrated else SHARE
     fitting = sorted((row for row in rows if row.fits), key=_by_loss)

@@ -73,11 +73,7 @@ class Candidates(Tabular):
         return len(self.rows)
 
     def grid(self, *, every: bool = False) -> Grid:
-        """Return the candidates as a table, with the source in its last line.
-
-        Args:
-            every: also those that do not fit.
-        """
+        """Return the candidates that fit, or all, as a table with the source in its last line."""
         report = self.report
         shown, count = report["candidates"] if every else self.rows, len(report["candidates"])
         limit = "any memory" if report["memory"] is None else show_bytes(report["memory"])

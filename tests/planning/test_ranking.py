@@ -112,9 +112,8 @@ def test_what_runs_more_widely_at_the_same_loss_is_named() -> None:
     chosen = report(*tight)["chosen"]
     other = chosen["alternative"]
     assert (chosen["label"], other["label"]) == ("MLA 48+16, remote", "MLA 48+16, stock uniform")
-    assert other["reason"].startswith(
-        "the same cache and predicted loss in transformers, sglang, without trust"
-    )
+    said = "the same cache and predicted loss in transformers, sglang, without trust"
+    assert other["reason"].startswith(said)
     assert "--container stock --slots uniform" in other["command"]
     assert run(*tight).stdout.splitlines()[-1] == other["command"]
     assert report(*tight, "--speed", "--tolerance", "1")["chosen"]["alternative"] is None, "MQA needs none"
@@ -171,10 +170,8 @@ def test_what_is_chosen_fits_and_can_be_pasted(tmp_path: Path, statistics: Path)
     done = CliRunner().invoke(main, [*words[1:], "--refine", "0", "--out", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
-    assert (
-        record["cache"]["after"]["elements_per_token_per_layer"]
-        == fitting[0]["cache"]["elements_per_token_per_layer"]
-    )
+    elements = "elements_per_token_per_layer"
+    assert record["cache"]["after"][elements] == fitting[0]["cache"][elements]
     assert record["predicted_loss"] == pytest.approx(fitting[0]["predicted_loss"], rel=1e-6)
 
 
@@ -227,13 +224,9 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert report(*tight, code=3)["chosen"] is None
     lines = run(*tight).stdout.splitlines()
     assert lines[-1].startswith("Nothing fits. What would: --memory ")
-    for change in (
-        {"--memory": would["memory"]},
-        {"--batch": would["batch"]},
-        {"--context": would["context"]},
-    ):
-        option, size = next(iter(change.items()))
-        assert report(*tight, option, str(size))["chosen"], change
+    for name in ("memory", "batch", "context"):
+        option, size = f"--{name}", would[name]
+        assert report(*tight, option, str(size))["chosen"], option
         beyond = size - 1 if option == "--memory" else size + 1
         assert report(*tight, option, str(beyond), code=3)["chosen"] is None
     never = report(*few, "--memory", "1MB", code=3)["would_fit"]
@@ -250,15 +243,10 @@ def test_an_engine_leaves_what_it_runs() -> None:
 
 def test_a_wide_source_is_offered_what_engines_have_kernels_for(tmp_path: Path) -> None:
     source = make(tmp_path / "wide", hidden_size=128, head_dim=64)  # caches 1024
-    labels = {
-        row["label"]: row for row in report(str(source), "--context", "64", "--budgets", "50%")["candidates"]
-    }
-    assert (
-        labels["MLA 512+64, serving"]["engines"]["vllm"]
-        == labels["MLA 512+64, serving"]["engines"]["sglang"]
-        == ""
-    )
-    assert labels["MLA 512+64, serving"]["decode"]["form"] == "absorbed"
+    rows = report(str(source), "--context", "64", "--budgets", "50%")["candidates"]
+    row = {row["label"]: row for row in rows}["MLA 512+64, serving"]
+    assert row["engines"]["vllm"] == row["engines"]["sglang"] == ""
+    assert row["decode"]["form"] == "absorbed"
 
 
 def test_where_no_loss_can_be_predicted_the_largest_cache_is_taken(tmp_path: Path) -> None:
@@ -294,25 +282,14 @@ def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
 def test_curve_and_picture(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     picture, statistics = tmp_path / "curve.png", tmp_path_factory.mktemp("few") / "demo.safetensors"
     study(open_source(DEMO), "self", sequences=6, length=64, seed=0, save=statistics)
-    arguments = (
-        str(DEMO),
-        "--budgets",
-        "25%,12.5%",
-        "--calibration",
-        str(statistics),
-        "--curve",
-        "--png",
-        str(picture),
-    )
+    arguments = (str(DEMO), "--budgets", "25%,12.5%", "--calibration", str(statistics))
+    arguments += ("--curve", "--png", str(picture))
     found = report(*arguments, "--memory", "1MB", code=3)  # a curve needs nothing to fit
     lines: dict[str, list[dict[str, Any]]] = {}
     for point in found["curve"]:
         lines.setdefault(point["line"], []).append(point)
-    assert {line: len(points) for line, points in lines.items()} == {
-        "gqa": 3,
-        "mla decoupled": 2,
-        "mla intact": 2,
-    }
+    counts = {line: len(points) for line, points in lines.items()}
+    assert counts == {"gqa": 3, "mla decoupled": 2, "mla intact": 2}
     for points in lines.values():
         assert [p["share"] for p in points] == sorted((p["share"] for p in points), reverse=True)
         assert [p["loss"] for p in points] == sorted(p["loss"] for p in points)
