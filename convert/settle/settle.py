@@ -46,8 +46,8 @@ def settle_table(draft: Draft) -> Plan:
     Engines compute the frequencies of the stock class's slots from this number alone, so a fold's slots turn
     at other frequencies than the source's pairs, unless it is chosen such that they meet. Which table loses
     least is predicted worse than it is measured: queries that are fitted to the slots make good much of what
-    a wrong frequency loses, and how much depends on the model (LOG.md). So it is measured on tokens that no
-    fit has seen, for tables of the same cache that are not predicted to be far worse.
+    a wrong frequency loses, and how much depends on the model (docs/notes/slots.md). So it is measured on
+    tokens that no fit has seen, for tables of the same cache that are not predicted to be far worse.
     """
     plan, (own, *thetas) = draft.plan, draft.thetas
     plans = {own: plan}
