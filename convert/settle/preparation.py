@@ -118,14 +118,16 @@ def _source_notices(plan: Plan) -> list[str]:
     before, after = f"{source.family.prefix}{source.family.o}.weight".split("{layer}")
     places = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
     numbers = sorted(int(found[1]) for found in map(places.fullmatch, source.checkpoint) if found)
-    if behind := [str(number) for number in numbers if number >= source.layers]:
+    behind = [str(number) for number in numbers if number >= source.layers]
+    if behind:
         told.append(
             f"layer {', '.join(behind)} is behind the {source.layers} layers of config.json: it predicts "
             "further tokens and is copied with the attention of the source, so that engines cannot load it "
             "for speculative decoding; run the output without that"
         )
     named, size = source.checkpoint.config, source.config["vocab_size"]
-    if absent := known_ids(named, size):
+    absent = known_ids(named, size)
+    if absent:
         fields = " and ".join(f"{field} {shorten(named[field])}" for field in absent)
         told.append(
             f"config.json has {fields}, beyond the {size} tokens of the vocabulary; they are taken as absent"

@@ -211,7 +211,8 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     share = folded.get("num_key_value_heads", 1), tower.config.get("num_key_value_heads", 1)
     config: dict[str, Any] = without_code(as_stored(tower.whole).config)
     config.pop("quantization_config", None)
-    if isinstance(text := config.get("text_config"), dict):
+    text = config.get("text_config")
+    if isinstance(text, dict):
         config["text_config"] = _without_quantization(text)
     if (tower.config.get("dtype"), folded.get("dtype")) == ("float16", "bfloat16"):
         config = _in_dtype(config, folded)
