@@ -58,9 +58,11 @@ def carry_out(request: FoldRequest) -> Folded:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
     from .convert.towers.tower import tower_of
+    from .core.hub import resolve
     from .tower_run import fold_tower
 
-    tower = tower_of(request.model, request.revision, text_only=request.text_only)
+    directory = resolve(request.model, request.revision)
+    tower = tower_of(directory, request.model, text_only=request.text_only)
     return _fold(request) if tower is None else fold_tower(request, tower, _fold)
 
 
@@ -76,9 +78,11 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
     from .convert.decide.fold_cost import cost_of
     from .convert.settle.preparation import prepare
     from .convert.towers.tower import tower_of
+    from .core.hub import resolve
     from .tower_run import plan_tower
 
-    tower = tower_of(request.model, request.revision, text_only=request.text_only)
+    directory = resolve(request.model, request.revision)
+    tower = tower_of(directory, request.model, text_only=request.text_only)
     if tower is not None:
         return plan_tower(request, tower)
     plan = prepare(request, dry_run=True)

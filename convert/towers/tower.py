@@ -18,7 +18,6 @@ from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory, write_json
-from ...core.hub import resolve
 from ...core.untrusted import read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
@@ -95,13 +94,13 @@ def find_tower(directory: Path) -> Tower | None:
     )
 
 
-def tower_of(model: str, revision: str | None, *, text_only: bool) -> Tower | None:
+def tower_of(directory: Path, model: str, *, text_only: bool) -> Tower | None:
     """Return the text tower of the source that a request names; None where it is no multimodal checkpoint.
 
     Raises:
         InvalidInput: as `find_tower`, or only the tower is asked for and there is none.
     """
-    tower = find_tower(resolve(model, revision))
+    tower = find_tower(directory)
     if tower is None and text_only:
         raise InvalidInput(f"--text-only does not apply to {model}, which is not a multimodal model")
     return tower

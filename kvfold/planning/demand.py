@@ -124,9 +124,10 @@ def decoding(
     shape = source.checkpoint.spec(source.family.prefix + source.family.embedding).shape
     tables = [spec.nbytes for spec in plan.specs.values() if spec.shape == shape]
     read = sum(spec.nbytes for spec in plan.specs.values()) - (tables[0] if len(tables) > 1 else 0)
+    form = "expanded" if expanded else "absorbed"
     cost = _costs(plan, is_absorbed=expanded == 0)
     return Decoding(
-        form="grouped" if isinstance(plan.target, GroupedTarget) else "expanded" if expanded else "absorbed",
+        form="grouped" if isinstance(plan.target, GroupedTarget) else form,
         bytes=round(sum(kept) * token) + read // (bounds.batch * bounds.ranks.tensor),
         attention_flops=sum(cost.decode(tokens) for tokens in kept),
     )

@@ -151,7 +151,7 @@ def recommend(request: PlanRequest) -> Candidates:
         check_picture(request.png)
     directory = resolve(request.model, request.revision)
     check_outside({"--save-statistics": request.save_statistics, "--png": request.png}, [directory])
-    tower = tower_of(request.model, request.revision, text_only=request.text_only)
+    tower = tower_of(directory, request.model, text_only=request.text_only)
     if tower is None:
         return _recommend(open_source(directory), request)
     with tower_source(tower) as source:
