@@ -24,7 +24,8 @@ from kvfold.core.hub import resolve
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.planning.candidates import SHARES, find_candidates
-from kvfold.planning.ranking import Bounds, Row, place, predict_rows
+from kvfold.planning.demand import Bounds
+from kvfold.planning.ranking import Row, place, predict_rows
 from kvfold.texts.corpus import read_text
 
 from .machine import save

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.command_options import given, read_options, takes
-from ..core.console import is_first, loading, show_json, show_text
+from ..core.console import is_first, loading, show_json, show_table, show_text
 from ..core.processes import Launched
+from ..core.units import show_kinds
 from .request import FoldRequest, read_config
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
     with loading():
         from ..fold_run import carry_out
         from ..fold_run import dry_run as plan_of
-        from .decide.outline import show_plan
 
     if not dry_run:
         _show(carry_out(request), as_json)
@@ -55,7 +55,7 @@ def main(config: Path | None, dry_run: bool, as_json: bool, **options: Any) -> N
     if as_json:
         show_json({**plan, "fold": cost.to_dict()})
     else:
-        show_plan(plan, str(cost))
+        _show_plan(plan, str(cost))
 
 
 def _show(folded: "Folded", as_json: bool) -> None:
@@ -105,6 +105,58 @@ def _summary(folded: "Folded") -> str:
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
         f"Next: kvfold eval {place} --text FILE{as_stored}{'' if is_exact else train}"
     )
+
+
+def _show_plan(plan: dict[str, Any], cost: str) -> None:
+    """Print a plan, as `Plan.to_dict` returns it, and its predicted cost as a table."""
+    cache, tower = plan["cache"], plan.get("tower")
+    size = f"{plan['output_bytes'] / 1e6:,.1f} MB"
+    rows = [("source", f"{plan['source']} ({plan['family']}, {plan['layers']} layers)")]
+    rows += [] if tower is None else _tower_rows(tower)
+    rows += [
+        ("output", f"{plan['container']}, {plan['dtype']}, {size}, method {plan['method']}"),
+        ("target", ", ".join(f"{key} {value}" for key, value in plan["target"].items())),
+    ]
+    for index, side in enumerate(("before", "after")):
+        at = ", ".join(
+            f"{int(n) // 1024}k: {sizes[index] / 1e6:,.1f} MB" for n, sizes in plan["cache_bytes_at"].items()
+        )
+        elements = cache[side]["elements_per_token_per_layer"]
+        rows.append((f"cache {side}", f"{elements} elements per token and layer; {at}"))
+    for kind, counts in cache.get("kinds", {}).items():
+        told = f"{counts['layers']} layers cache {counts['before']} -> {counts['after']} elements"
+        rows.append((f"{kind}", told))
+    if "layers" in cache:
+        kinds = show_kinds(cache["layers"])
+        told = f"{kinds}; the cache is that of layers that attend, the others pass unchanged"
+        rows.append(("layers", told))
+    if plan["query_parameters"]:
+        direct, made = plan["query_parameters"]
+        told = f"{direct:,} -> {made:,} parameters ({made / direct - 1:+.0%}); the cache does not change"
+        rows.append(("queries", told))
+    rows += [("engines", ", ".join(plan["engines"]))] if plan["engines"] else []
+    rows += [(name, " x ".join(map(str, shape))) for name, shape in plan["attention_of_layer_0"].items()]
+    rows.append(("this fold", f"{cost}, on this machine while nothing else runs"))
+    rows += [("note", text) for text in plan["notices"]]
+    show_table("plan (nothing is written)", ("", ""), rows)
+
+
+def _tower_rows(tower: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines about the text tower of a multimodal checkpoint."""
+    size, others, work = (f"{tower[name] / 1e6:,.1f} MB" for name in ("bytes", "other_bytes", "work_bytes"))
+    place, disk, when = "written alone (--text-only)", ", which stays in OUT.tower", ""
+    if tower["in_place"]:
+        place, disk = f"folded in its place; {others} of other tensors keep their bytes", ", and folded"
+        when = " while it runs"
+    latent = ", MLA in the stock class"
+    if tower["targets_in_place"]["mla"]:
+        is_alone = not tower["targets_alone"]["mla"]
+        latent = "; MLA of the tower alone, with --text-only" if is_alone else "; no MLA"
+    return [
+        ("text tower", f"{size}, {place}"),
+        ("possible in its place", f"GQA, MQA{latent}"),
+        (f"disk{when}", f"{work} in addition to the output: the tower as it was{disk}"),
+    ]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ _OTHER_NAMES = {
 
 
 def _as_rank(value: object) -> int | str:
-    """Return a rank as a number, or `full`."""
     if value == "full":
         return "full"
     number: Any = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else value
@@ -47,7 +46,7 @@ def _as_rank(value: object) -> int | str:
 
 
 def _as_share(value: object) -> str:
-    """Return a share as the command line writes it; a text is judged with the source's sizes."""
+    """Return a share as the command line writes it; its value is judged with the source's sizes."""
     if isinstance(value, bool) or not isinstance(value, str | Real):
         raise ValueError("it should be a share, for example '25%' or 0.25")
     return str(value)
@@ -279,11 +278,7 @@ _RECORDED = (
 
 
 def fold_request(values: Mapping[str, Any], where: str = "") -> FoldRequest:
-    """Return a checked request.
-
-    Args:
-        values: by the names of the fields of `FoldRequest`.
-        where: the name of the file that they come from.
+    """Return the checked request of values by the names of its fields, from the file `where` if there is one.
 
     Raises:
         InvalidInput: names the field, its value and what would be right.

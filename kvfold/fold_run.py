@@ -24,16 +24,7 @@ def fold_loaded(
     tokenizer: PreTrainedTokenizerBase | None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Fold a loaded model through a temporary directory.
-
-    Args:
-        source: the model.
-        target: what its attention becomes.
-        tokenizer: the model's tokenizer.
-        options: fields of `FoldRequest`.
-
-    Returns:
-        The folded model, on the source's device and in its dtype.
+    """Fold a loaded model through a temporary directory; arguments are those of `kvfold.fold`.
 
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
@@ -66,16 +57,13 @@ def carry_out(request: FoldRequest) -> Folded:
     Raises:
         InvalidInput: the source cannot be folded like this, or a value is unusable.
     """
-    from .convert.towers.tower import check_text_only, find_tower
+    from .convert.towers.tower import tower_of
     from .core.hub import resolve
+    from .tower_run import fold_tower
 
-    tower = find_tower(resolve(request.model, request.revision))
-    if tower is not None:
-        from .tower_run import fold_tower
-
-        return fold_tower(request, tower, _fold)
-    check_text_only(request.model, text_only=request.text_only)
-    return _fold(request)
+    directory = resolve(request.model, request.revision)
+    tower = tower_of(directory, request.model, text_only=request.text_only)
+    return _fold(request) if tower is None else fold_tower(request, tower, _fold)
 
 
 def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
@@ -89,15 +77,14 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
     """
     from .convert.decide.fold_cost import cost_of
     from .convert.settle.preparation import prepare
-    from .convert.towers.tower import check_text_only, find_tower
+    from .convert.towers.tower import tower_of
     from .core.hub import resolve
+    from .tower_run import plan_tower
 
-    tower = find_tower(resolve(request.model, request.revision))
+    directory = resolve(request.model, request.revision)
+    tower = tower_of(directory, request.model, text_only=request.text_only)
     if tower is not None:
-        from .planning.tower_plan import plan_tower
-
         return plan_tower(request, tower)
-    check_text_only(request.model, text_only=request.text_only)
     plan = prepare(request, dry_run=True)
     return (plan.to_dict(), cost_of(plan)) if is_first() else None
 

@@ -17,6 +17,7 @@ from .core.work import fingerprint, remove_own, working_directory
 from .results import Folded
 
 if TYPE_CHECKING:
+    from .convert.decide.fold_cost import FoldCost
     from .convert.request import FoldRequest
     from .convert.towers.tower import Tower
     from .core.work import WorkDir
@@ -32,7 +33,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
 
     Args:
         request: what the user asked for.
-        tower: the tower of the source that it names.
+        tower: the tower of the source.
         fold: folds a causal language model.
 
     Raises:
@@ -46,6 +47,7 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     from .convert.towers.whole_checkpoint import put_back
     from .core.work import claimed
     from .models.expected_weights import check_multimodal
+    from .engines.verify import verify_fold
 
     check_request(request, tower)
     out = _out(request)
@@ -66,7 +68,10 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
                 found = _begin(work, request, tower, alone, part)
         found = from_first(found)
         with named_as_whole(tower, alone):
-            folded = fold(asked) if found is None else _known(part, found, asked)
+            if found is None:
+                folded = fold(asked)
+            else:  # an earlier run has finished it
+                folded = Folded(directory=part, record=found, request=asked, notices=(), verification=None)
         with together():
             record = folded.record
             if work is not None:
@@ -74,23 +79,56 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
                 remove_own(whole)
                 record = put_back(tower, part, whole, request)
                 work.finish(whole, out)
-    return _verified(replace(folded, directory=out, record=record, request=request))
+    folded = replace(folded, directory=out, record=record, request=request)
+    if not is_first():
+        return folded
+    with listening() as heard:
+        verification = verify_fold(out, request.engines, request.verify)
+    return replace(folded, notices=(*folded.notices, *heard.notices), verification=verification)
+
+
+def plan_tower(request: FoldRequest, tower: Tower) -> tuple[dict[str, Any], FoldCost] | None:
+    """Return the plan of a fold of a text tower, as plain values, and its predicted cost.
+
+    The tower is read in its place, and nothing is written. Of several processes only the first gets a result.
+
+    Raises:
+        InvalidInput: the tower cannot be folded like this, or a value is unusable.
+    """
+    from .convert.decide.fold_cost import cost_of
+    from .convert.settle.preparation import prepare
+    from .convert.towers.tower_targets import check_request, tower_report, tower_request
+    from .convert.towers.view import tower_source
+    from .convert.towers.whole_checkpoint import names_in_place, whole_config
+
+    check_request(request, tower)
+    asked = request.model_copy(update={"text_only": False}) if request.text_only else tower_request(request)
+    with tower_source(tower) as source:
+        plan = prepare(asked, dry_run=True, source=source)
+        if not is_first():
+            return None
+        cost, found = cost_of(plan), {**plan.to_dict(), "source": str(tower.directory)}
+        report = tower_report(tower, in_place=not request.text_only, dequantize=request.dequantize)
+        found["tower"] = report
+        report["work_bytes"] = report["bytes"]
+        if not request.text_only:  # the other fields are those of the whole output
+            config = whole_config(tower, plan.config)
+            stored = {ours: name for name, ours in names_in_place(tower, plan.specs).items()}
+            shapes = found["attention_of_layer_0"]
+            report["work_bytes"] += found["output_bytes"]
+            found["output_bytes"] += report["other_bytes"]
+            found["container"] = (config.get("architectures") or [config["model_type"]])[0]
+            found["attention_of_layer_0"] = {stored[name]: shape for name, shape in shapes.items()}
+        return found, cost
 
 
 def _begin(
     work: WorkDir, request: FoldRequest, tower: Tower, alone: Path, part: Path
 ) -> dict[str, Any] | None:
-    """Take up the fold of a tower, or write the tower as it was.
-
-    Args:
-        work: the working directory.
-        request: what the user asked for.
-        tower: the tower of the source.
-        alone: the directory of the tower as it was.
-        part: the directory of the folded tower.
+    """Take up the fold of a tower, or write the tower as it was into `alone`.
 
     Returns:
-        The record of the folded tower, if a killed run has finished it.
+        The record of the folded tower in `part`, if a killed run has finished it.
     """
     from .checkpoints.identity import hashes_of
     from .checkpoints.record import other_weights, read_record
@@ -173,12 +211,7 @@ def _out(request: FoldRequest) -> Path:
 
 
 def _state(request: FoldRequest, directory: Path) -> str:
-    """Return a digest of what the output of a request depends on next to the request.
-
-    Args:
-        request: what the user asked for.
-        directory: the source that it names.
-    """
+    """Return a digest of what the output of a request depends on next to the request."""
     from .checkpoints.directory import Checkpoint
 
     text = Path(request.calibration or "")
@@ -187,20 +220,3 @@ def _state(request: FoldRequest, directory: Path) -> str:
         files = sorted(text.rglob("*"))
     read = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     return fingerprint(__version__, Checkpoint(directory, packed=True).identity(), read)
-
-
-def _known(directory: Path, record: dict[str, Any], request: FoldRequest) -> Folded:
-    """Return a fold that an earlier run finished."""
-    return Folded(directory=directory, record=record, request=request, notices=(), verification=None)
-
-
-def _verified(folded: Folded) -> Folded:
-    """Return a finished fold with the verification that its request asks for."""
-    from .engines.verify import verify_fold
-
-    if not is_first():
-        return folded
-    request = folded.request
-    with listening() as heard:
-        verification = verify_fold(folded.directory, request.engines, request.verify)
-    return replace(folded, notices=(*folded.notices, *heard.notices), verification=verification)

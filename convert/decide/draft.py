@@ -6,9 +6,7 @@ No weight is written, and none is read but where statistics predict losses.
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
-from ..algebra.target import LatentTarget, Target, budget_notices
+from ..algebra.target import LatentTarget, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
 from ..families.source import Source, open_source
@@ -16,14 +14,12 @@ from ..formats.cache_size import check_prepared_values
 from ..formats.container import Container
 from ..formats.host_class import grouped_container
 from ..methods import table as methods
-from ..methods.latent import Band
 from ..methods.query_rank import planned_losses, query_notices
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
-from .draft_options import DraftOptions
 from .engine_choice import SERVED, are_served, choose_plan, containers_for, engine_notices, format_notices
 from .form import choose_form, choose_rope, latent_container, target_of
-from .plan import Draft, Plan, PlannedLayer
+from .plan import Draft, DraftOptions, Plan, PlannedLayer
 from .profile_choice import plan_profiles, served_notices
 from .quantised_output import planned_copies, quantised_notices
 from .serving_shape import served_container, served_shape
@@ -38,12 +34,8 @@ def make_draft(
 ) -> Draft:
     """Decide a fold from what the user asked for, but for what is measured.
 
-    Args:
-        place: the source checkpoint, which the request names.
-        request: the target with its sizes and form, the method, the dtype and the steps of refinement.
-        statistics: of the source; with them MLA's slots are allocated, and a budget is divided, by predicted
-            loss.
-        theta: `rope_theta` of the stock class for engines; None: the source's own.
+    With statistics MLA's slots are allocated, and a budget is divided, by predicted loss. `theta` is the
+    `rope_theta` of the stock class for engines; None: the source's own.
 
     Returns:
         The draft of the least lossy output format that the engines run.
@@ -91,18 +83,10 @@ def _drafted(
     source: Source, request: FoldRequest, options: DraftOptions, statistics: Statistics | None
 ) -> Draft:
     """Return the draft in one output format and form."""
-    is_served, profile = options.container == SERVED, options.profile
     form = choose_form(source, request.to, options)
-    target: Target
-    fixed: tuple[Band, ...] = ()
-    table_S: Tensor | None = None
-    thetas: tuple[float, ...] = ()
-    if is_served:
-        assert profile is not None, "plan_profiles gave one"
-        served = served_shape(source, options, profile)
-        target, fixed, table_S, thetas = served.target, served.bands, served.table, served.thetas
-    else:
-        target = target_of(source, request.to, options.sizes, form)
+    profile = options.profile if options.container == SERVED else None
+    served = None if profile is None else served_shape(source, options, profile)
+    target = served.target if served else target_of(source, request.to, options.sizes, form)
     method = methods.check(target, request.method)
     methods.check_prepared(target, method, request.cache_dtype, request.rank)
     check_prepared_values(source, request.cache_dtype)
@@ -114,8 +98,8 @@ def _drafted(
         options.sizes,
         slots=options.slots,
         in_stock=options.container in {"stock", SERVED},
-        fixed=fixed,
-        table_S=table_S,
+        fixed=served.bands if served else (),
+        table_S=served.table if served else None,
     )
     target, bands = division.target, division.bands
     norm = latent_norm(source, form, target, request.latent_norm, request.dtype)
@@ -125,8 +109,7 @@ def _drafted(
     container: Container
     if not isinstance(target, LatentTarget):
         container = grouped_container(source, target)
-    elif is_served:
-        assert profile is not None, "plan_profiles gave one"
+    elif profile is not None:
         container = served_container(source, target, bands, engines=options.engines, profile=profile)
     else:
         assert form is not None, "MLA has a form"
@@ -146,8 +129,12 @@ def _drafted(
     notices += quantised_notices(source, copies, kind, dequantize=request.dequantize)
     taken = request.taken
     refine = taken.steps if method == methods.OWN else 0
-    steps = None if statistics is None else refine
-    chosen = {"method": method, "sequences": taken.sequences, "refine": steps}
+    chosen = {
+        "method": method,
+        "sequences": taken.sequences,
+        "refine": None if statistics is None else refine,
+    }
+    thetas = () if served is None or statistics is None else served.thetas
     plan = Plan(
         source=source,
         target=target,
@@ -166,4 +153,4 @@ def _drafted(
         request=request.model_copy(update=chosen),
         latent_norm=norm,
     )
-    return Draft(plan=plan, widths=division.widths, thetas=() if statistics is None else thetas)
+    return Draft(plan=plan, widths=division.widths, thetas=thetas)

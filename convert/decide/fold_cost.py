@@ -120,23 +120,15 @@ def cost_of(plan: Plan) -> FoldCost:
 
 
 def cost_by_default(plan: Plan, sequences: int) -> FoldCost:
-    """Return the predicted cost of a fold with the default effort, whatever the plan has.
-
-    Args:
-        plan: the fold.
-        sequences: of calibration.
-    """
+    """Return the predicted cost of a fold with the default effort on some calibration sequences."""
     effort = replace(EFFORTS["default"], sequences=sequences)
     return cost_of(replace(plan, refine=effort.steps, effort=effort))
 
 
 def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
-    """Return the predicted cost of a fold.
+    """Return the predicted cost of a fold on a machine with some rates.
 
-    Args:
-        plan: the fold, by weights alone or by statistics.
-        calibration: `none`, `self`, a text or both; saved statistics cost as little as `none`.
-        rates: of this machine.
+    `calibration` is `none`, `self`, a text or both; saved statistics cost as little as `none`.
     """
     jobs = min(plan.request.jobs or rates.threads, plan.source.layers)
     counted = _Counts(plan, calibration, jobs)
@@ -234,12 +226,7 @@ class _Counts:
         )
 
     def _pass(self, projections: int, width: int) -> Work:
-        """Count one token's attention, over half of the keys.
-
-        Args:
-            projections: numbers of the weights that multiply the token.
-            width: of keys and values.
-        """
+        """Count one token's attention, over half of the keys, and the weights that multiply the token."""
         inside = self.heads * width
         return Work(flop=2 * projections + _MIXED * 2 * self.length * inside, moved=_MOVED * inside * _FLOAT)
 

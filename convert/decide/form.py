@@ -21,9 +21,8 @@ from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band
 from ..methods.slots import slots_of
-from .draft_options import DraftOptions
 from .engine_choice import SERVED, are_served
-from .plan import Draft
+from .plan import Draft, DraftOptions
 
 CHOSEN = "rotation is "  # how the notice of a choice between the forms begins
 
@@ -57,7 +56,7 @@ def choose_form(source: Source, to: str, options: DraftOptions) -> Form | None:
     Raises:
         InvalidInput: the user's choice cannot hold the source, or there is one for another target.
     """
-    rope, container = options.sizes.rope, options.container
+    rope, container, label = options.sizes.rope, options.container, source.family.label
     if to != "mla":
         if options.slots is not None:
             raise InvalidInput(
@@ -72,21 +71,22 @@ def choose_form(source: Source, to: str, options: DraftOptions) -> Form | None:
     container = "stock" if container == SERVED else container
     never = never_latent(source.family)
     if never is not None:
-        raise InvalidInput(
-            f"--to mla cannot hold {source.family.label}: {never}{_AND.get(never, '')}; use --to gqa"
-        )
+        raise InvalidInput(f"--to mla cannot hold {label}: {never}{_AND.get(never, '')}; use --to gqa")
     if source.family.k_norm is not None and not source.rotary_width:
         raise InvalidInput(
-            f"--to mla cannot hold {source.family.label} without rotation: its keys are normalised, and no "
-            "output format has such keys without rotation; use --to gqa"
+            f"--to mla cannot hold {label} without rotation: its keys are normalised, and no output format "
+            "has such keys without rotation; use --to gqa"
         )
-    forced = _needs_intact(source, container)
+    # Layers without rotation would leave a rotary key empty. Only the stock class, which offers nothing else,
+    # is worth that waste. It has one rotary table; kvfold's own code has several.
+    unlike = len(source.layers_by_table) > 1 if container == "stock" else source.mixed
+    unlike = unlike and source.rotary_width > 0
+    forced = intact_reason(source.family, biased=bool(source.biases), unlike=unlike)
     if rope == "decoupled" and forced is not None:
-        raise InvalidInput(f"--rope decoupled cannot hold {source.family.label}: {forced}; use --rope intact")
+        raise InvalidInput(f"--rope decoupled cannot hold {label}: {forced}; use --rope intact")
     if rope == "intact" and not source.rotary_width:
         raise InvalidInput(
-            f"--rope intact needs a source with rotary embeddings, and {source.family.label} has "
-            "none; leave it out"
+            f"--rope intact needs a source with rotary embeddings, and {label} has none; leave it out"
         )
     intact = rope == "intact" or forced is not None
     obstacle = "rotation is left intact" if intact else _stock_obstacle(source, container)
@@ -96,17 +96,6 @@ def choose_form(source: Source, to: str, options: DraftOptions) -> Form | None:
     return Form(
         "intact" if intact else "decoupled", remote, None if container == "remote" else forced or obstacle
     )
-
-
-def _needs_intact(source: Source, container: str) -> str | None:
-    """Return why the rotary part of a source cannot be decoupled from its keys; None when it can.
-
-    Layers without rotation would leave a rotary key empty. Only the stock class, which offers nothing else,
-    is worth that waste. It has one rotary table; kvfold's own code has several.
-    """
-    unlike = len(source.layers_by_table) > 1 if container == "stock" else source.mixed
-    unlike = unlike and source.rotary_width > 0
-    return intact_reason(source.family, biased=bool(source.biases), unlike=unlike)
 
 
 def _stock_obstacle(source: Source, container: str) -> str | None:
@@ -147,14 +136,9 @@ def target_of(source: Source, to: str, sizes: Sizes, form: Form | None) -> Targe
 def latent_container(
     source: Source, target: LatentTarget, bands: tuple[Band, ...], form: Form, *, fitted: bool
 ) -> Container:
-    """Return the output format of a target whose form `choose_form` chose.
+    """Return the output format of a target in its form, with its rotary slots.
 
-    Args:
-        source: the checkpoint.
-        target: the target.
-        bands: its rotary slots.
-        form: of it.
-        fitted: whether the norms of kvfold's own code are real.
+    `fitted` says that the norms of kvfold's own code are real.
 
     Raises:
         InvalidInput: the stock class cannot hold all of a source that normalises its heads.
@@ -162,14 +146,12 @@ def latent_container(
     if not form.remote:
         if source.norms and target.slots == "source":
             raise InvalidInput(NO_FULL_RANK)
-        block = folded_block(source.family, source.config)
-        rope = slot_rope(source, bands)
         return Stock(
             geometry=source.geometry,
             target=target,
-            rope=rope,
+            rope=slot_rope(source, bands),
             biases=bool(source.biases),
-            block=block,
+            block=folded_block(source.family, source.config),
             mixed=source.mixed,
             unread=source.norms,
         )
@@ -198,30 +180,23 @@ def latent_container(
     )
 
 
-def _is_limited(source: Source) -> bool:
-    """Return whether a source has windows or bounded scores, which vLLM's latent attention has not."""
-    cap = source.family.soft_cap
-    windows = any(source.window(layer) is not None for layer in source.attending)
-    return windows or (cap is not None and source.config[cap] is not None)
-
-
 def choose_rope(source: Source, options: DraftOptions, make: Callable[[str | None], Draft]) -> Draft:
     """Return the draft of one of the two forms of a source with key norms, where the user leaves it open.
 
     Both hold it. Intact rotation loses less and decodes more slowly: every step rebuilds all keys, and
     engines such as vLLM then cache keys and values whole. A notice says which was taken, and why.
-
-    Args:
-        source: one with key norms.
-        options: of the draft.
-        make: returns the draft of a form, or raises InvalidInput.
+    `make` returns the draft of a form, or raises InvalidInput.
     """
     if options.sizes.rope_dim is not None or options.slots is not None:
         return make("decoupled")
     if options.container == "stock":
         return make(None)
     if are_served(options.engines):
-        return make("intact" if _is_limited(source) else "decoupled")
+        # The latent attention of vLLM has neither windows nor bounded scores.
+        cap = source.family.soft_cap
+        windows = any(source.window(layer) is not None for layer in source.attending)
+        is_limited = windows or (cap is not None and source.config[cap] is not None)
+        return make("intact" if is_limited else "decoupled")
     intact = make("intact")
     if intact.plan.predicted is None:
         return intact

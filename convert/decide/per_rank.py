@@ -46,24 +46,15 @@ class Ranks:
             )
 
     def hold(self, heads: int, elements: int) -> int:
-        """Return the elements per token and layer that one rank holds.
-
-        Args:
-            heads: key/value heads, or 1 for a latent.
-            elements: that all heads take together.
-        """
+        """Return the elements per token and layer that one rank holds; a latent is one head."""
         own = elements // heads * math.ceil(heads / self.tensor)
         return math.ceil(own / min(self.context, max(1, self.tensor // heads)))
 
 
 def rank_elements(target: Target, geometry: Geometry, cached: int, ranks: Ranks) -> int:
-    """Return the elements per token and layer of a fold that one rank holds.
+    """Return the elements per token and layer that one rank holds of a fold that caches `cached` of them.
 
-    Args:
-        target: the fold; of one whose rotation is intact, engines with ranks cache keys and values whole.
-        geometry: of its source.
-        cached: elements of the fold on one rank alone.
-        ranks: that serve it.
+    Of one whose rotation is intact, engines with ranks cache keys and values whole.
     """
     if isinstance(target, GroupedTarget):
         return ranks.hold(target.num_key_value_heads, cached)

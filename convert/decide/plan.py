@@ -9,17 +9,45 @@ from typing import Any
 
 import torch
 
+from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ...core.version import __version__
+from ..algebra.target import Sizes
 from ..formats.cache_size import cache_size
 from ..formats.container import Copy
+from ..formats.serving_widths import Profile
 from ..layer.fold_inputs import Folding
 from ..methods.query_rank import query_parameters
 from ..methods.slots import Division
-from .quantised_output import output_modules, output_scheme, quantised_fields, read_specs
+from .quantised_output import output_modules, read_specs
 
 CONTEXTS = (4096, 32768, 131072)  # tokens that cache sizes are shown for
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """The user's sizes and form for one draft, with the choices that were made for them.
+
+    Attributes:
+        sizes: of the target.
+        container: one of `engines.containers_for`.
+        slots: the kind of rotary slots; None: open.
+        engines: that must run the output.
+        profile: the widths that they take; None where they take any.
+        theta: `rope_theta` of their table of slots; None: the source's own.
+    """
+
+    sizes: Sizes
+    container: str
+    slots: str | None = None
+    engines: tuple[str, ...] = ()
+    profile: Profile | None = None
+    theta: float | None = None
+
+    def with_sizes(self, **changed: Any) -> "DraftOptions":
+        """Return the same with other sizes or another form."""
+        return replace(self, sizes=replace(self.sizes, **changed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +119,10 @@ class Plan(Folding):
     @property
     def scheme(self) -> str:
         """Return the method by which weights of the output are quantised; empty where none are."""
-        return output_scheme(self.source, self.modules)
+        checkpoint = self.source.checkpoint
+        if self.modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
+            return ""
+        return checkpoint.method
 
     @property
     def config(self) -> dict[str, Any]:
@@ -100,12 +131,17 @@ class Plan(Folding):
         given = source.stored_config if self.container.keeps_source_config else source.config
         config = self.container.config(given)
         config.pop("torch_dtype", None)  # the older name of `dtype`
-        return {
+        config = {
             "architectures": [self.container.architecture],
             **config,
             "dtype": str(self.dtype).removeprefix("torch."),
-            **quantised_fields(source, self.modules),
         }
+        checkpoint, modules = source.checkpoint, self.modules
+        if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
+            return config
+        if checkpoint.stored.config.get("quantization_config"):  # or it stands in a file of its own
+            config["quantization_config"] = checkpoint.quantization_for(modules)
+        return config
 
     @property
     def modules(self) -> OutputModules | None:
@@ -126,12 +162,9 @@ class Plan(Folding):
         return None if self.statistics is None else self.statistics.origin()
 
     def fingerprint(self, shard_size: int) -> str:
-        """Return a hash of the source and of everything that is decided here.
+        """Return a hash of the source, of everything that is decided here, and of the shards' size.
 
         A half-written output of a plan with another fingerprint is not resumed.
-
-        Args:
-            shard_size: most bytes per output file.
         """
         layout = [(name, str(spec.dtype), spec.shape) for name, spec in self.specs.items()]
         decided: list[Any] = [

@@ -12,9 +12,8 @@ from ...engines.rules.output_kinds import HARDWARE, takes_any_width
 from ..algebra.target import Geometry, LatentTarget, Sizes, Target, budget_elements, from_options
 from ..families.source import Source
 from ..formats.serving_widths import NARROW, NORM_EPSILON, PROFILES, SERVING, Profile
-from .draft_options import DraftOptions
 from .per_rank import rank_notices
-from .plan import Draft
+from .plan import Draft, DraftOptions
 from .serving_shape import saves_nothing
 
 # Nats per token by which the narrow profile may be predicted to lose more than the wide one, whose cache is
@@ -100,10 +99,7 @@ def choose_profile(
 def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOptions], Draft]) -> Draft:
     """Draft the profiles that fit, and return the draft to take, with the reason if there was a choice.
 
-    Args:
-        source: the checkpoint.
-        options: without a profile.
-        make: returns the draft of options with a profile, and with its rank where they have no size.
+    `make` returns the draft of options with a profile, and with its rank where they have no size.
 
     Raises:
         InvalidInput: the source or the rotary width fits no profile.
@@ -111,9 +107,12 @@ def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOp
     sizes, engines = options.sizes, options.engines
     has_size, rope = sizes.rank is not None or sizes.kv_budget is not None, sizes.rope_dim
     if not has_size and rope not in (None, *(profile.rope for profile in PROFILES)):
+        remedy = "leave it out"
+        if all(takes_any_width(engine, everywhere=False) for engine in engines):
+            remedy = f"add --rank N or --kv-budget SHARE, or {remedy}"
         raise InvalidInput(
             f"--rope-dim {rope} does not fit the serving profiles, {' and '.join(map(str, PROFILES))}, of "
-            f"which {', '.join(engines)} gets one where no size is given; {_remedy(engines)}"
+            f"which {', '.join(engines)} gets one where no size is given; {remedy}"
         )
     if not has_size and NARROW.cached >= source.geometry.cache_elements:
         raise saves_nothing(source.geometry.cache_elements, NARROW, engines)
@@ -126,31 +125,23 @@ def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOp
     return draft.telling(reason) if reason else draft
 
 
-def _remedy(engines: Sequence[str]) -> str:
-    """Return what to do about rotary dimensions of no profile."""
-    if all(takes_any_width(engine, everywhere=False) for engine in engines):
-        return "add --rank N or --kv-budget SHARE, or leave it out"
-    return "leave it out"
-
-
 def served_notices(
     target: Target, geometry: Geometry, cached: tuple[int, int], engines: Sequence[str]
 ) -> tuple[str, ...]:
-    """Say how ranks and hardware of the named engines take a latent; nothing of other targets."""
+    """Say how ranks and hardware of the named engines take a latent; nothing of other targets.
+
+    Not all hardware has kernels for 256+64, and less for widths of no profile.
+    """
     if not isinstance(target, LatentTarget):
         return ()
-    return (*rank_notices(target, geometry, sum(cached), engines), *kernel_notices(cached, engines))
-
-
-def kernel_notices(cached: tuple[int, int], engines: Sequence[str]) -> tuple[str, ...]:
-    """Return notices about kernels: for 256+64, which not all hardware has, and for widths of no profile."""
+    told = rank_notices(target, geometry, sum(cached), engines)
     rows = [row for row in HARDWARE if row.engine in engines]
     if cached == (NARROW.latent, NARROW.rope):
         words = "; ".join(f"{row.engine} on {row.hardware}: {row.narrow} ({row.evidence})" for row in rows)
-        return (f"kernels for {NARROW}: {words}",) if rows else ()
+        return (*told, f"kernels for {NARROW}: {words}") if rows else told
     if cached == (SERVING.latent, SERVING.rope):
-        return ()
-    return tuple(
+        return told
+    return told + tuple(
         f"{row.engine} on {row.hardware} has {row.wide} and {row.narrow} ({row.evidence}), and no kernel for "
         f"{cached[0]}+{cached[1]}"
         for row in rows

@@ -5,7 +5,6 @@ passes through keeps its stored parts. One that a container must change is writt
 """
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 import torch
 
@@ -18,37 +17,12 @@ from ..families.source import Source
 from ..formats.container import Container, Copy
 
 
-def with_stored_parts(source: Source, name: str, copies: Mapping[str, Copy]) -> dict[str, Copy]:
-    """Return the output tensors made of one of the source's, stored as in the source where that can be.
-
-    Args:
-        source: the checkpoint.
-        name: of its tensor.
-        copies: the output tensors that a container makes of it, unquantised.
-    """
-    checkpoint = source.checkpoint
-    if not isinstance(checkpoint, QuantisedCheckpoint) or name not in checkpoint.packed:
-        return dict(copies)
-    if any(copy.change is not None for copy in copies.values()):
-        return dict(copies)
-    stored = checkpoint.stored
-    parts: dict[str, Copy] = {}
-    for renamed in copies:
-        for part in checkpoint.packed[name].names:
-            to = module_of(renamed) + part.removeprefix(module_of(name))
-            parts[to] = Copy(source=name, spec=stored.spec(part), part=part)
-    return parts
-
-
 def output_modules(
     source: Source, attention: Iterable[Mapping[str, TensorSpec]], copies: Mapping[str, Copy]
 ) -> OutputModules | None:
     """Return the modules of an output with quantised weights; None where it has none.
 
-    Args:
-        source: the checkpoint.
-        attention: the tensors that each layer's attention is written as.
-        copies: the other output tensors.
+    `attention` has the tensors that each layer's attention is written as, `copies` the others.
     """
     checkpoint = source.checkpoint
     kept = {copy.source: copy.part for copy in copies.values() if copy.part is not None}
@@ -72,35 +46,10 @@ def output_modules(
     return OutputModules(plain=tuple(plain), packed=tuple(packed), gone=gone)
 
 
-def quantised_fields(source: Source, modules: OutputModules | None) -> dict[str, Any]:
-    """Return the quantization_config of an output's config.json, where it has one."""
-    checkpoint = source.checkpoint
-    if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
-        return {}
-    if not checkpoint.stored.config.get("quantization_config"):
-        return {}  # it stands in a file of its own
-    return {"quantization_config": checkpoint.quantization_for(modules)}
-
-
-def output_scheme(source: Source, modules: OutputModules | None) -> str:
-    """Return the method by which an output is quantised, a key of `SCHEMES`; empty where it is not."""
-    checkpoint = source.checkpoint
-    if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
-        return ""
-    return checkpoint.method
-
-
 def quantised_notices(
     source: Source, copies: Mapping[str, Copy], dtype: torch.dtype, *, dequantize: bool
 ) -> list[str]:
-    """Return what became of the quantised tensors of a source, in sentences.
-
-    Args:
-        source: the checkpoint.
-        copies: of the tensors that are not folded.
-        dtype: that attention is written in.
-        dequantize: whether the user asked for an unquantised output.
-    """
+    """Return sentences on the quantised tensors of a source whose attention is written in a dtype."""
     checkpoint = source.checkpoint
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return ["the source is not quantised, so --dequantize changes nothing"] if dequantize else []
@@ -138,19 +87,23 @@ def planned_copies(
 ) -> dict[str, Copy]:
     """Return the output tensors that are not attention, which no method makes.
 
-    Args:
-        source: the checkpoint.
-        container: the output format.
-        attention: names of the source's tensors that are attention.
-        written: dtype of every tensor of the source in the output.
-        keeps: quantised ones keep their stored parts.
+    `attention` has the names of the source's tensors that are, `written` the dtype of each tensor in the
+    output. With `keeps` quantised ones that the container does not change keep their stored parts.
     """
-    copies: dict[str, Copy] = {}
-    for name in source.checkpoint:
-        if name not in attention:
-            spec = TensorSpec(written[name], source.checkpoint.spec(name).shape)
-            made = container.copies(name, spec)
-            copies |= with_stored_parts(source, name, made) if keeps else made
+    checkpoint, copies = source.checkpoint, dict[str, Copy]()
+    for name in checkpoint:
+        if name in attention:
+            continue
+        made = container.copies(name, TensorSpec(written[name], checkpoint.spec(name).shape))
+        is_packed = keeps and isinstance(checkpoint, QuantisedCheckpoint) and name in checkpoint.packed
+        if not is_packed or any(copy.change is not None for copy in made.values()):
+            copies |= made
+            continue
+        assert isinstance(checkpoint, QuantisedCheckpoint)
+        for renamed in made:
+            for part in checkpoint.packed[name].names:
+                to = module_of(renamed) + part.removeprefix(module_of(name))
+                copies[to] = Copy(source=name, spec=checkpoint.stored.spec(part), part=part)
     return copies
 
 
@@ -159,10 +112,7 @@ def read_specs(
 ) -> dict[str, TensorSpec]:
     """Return shape and dtype of an output's tensors as they are read: quantised weights whole, not in parts.
 
-    Args:
-        source: the checkpoint.
-        copies: the output tensors that are not folded.
-        specs: of all tensors of the output as they are stored, by name.
+    `specs` are those of all its tensors as they are stored.
     """
     read: dict[str, TensorSpec] = {}
     for name, spec in specs.items():

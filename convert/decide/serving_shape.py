@@ -23,7 +23,7 @@ from ..formats.stock import Stock
 from ..methods.intact import full_rank
 from ..methods.key_regression import NO_FULL_RANK
 from ..methods.latent import Band, source_bands
-from .draft_options import DraftOptions
+from .plan import DraftOptions
 
 _TYING = frozenset({"transformers", "llama.cpp"})  # run the stock class with its embeddings as its head
 
@@ -50,12 +50,7 @@ class ServedShape:
 def served_shape(source: Source, options: DraftOptions, profile: Profile) -> ServedShape:
     """Return the target that is folded for a profile, and its rotary slots.
 
-    The latent is at most the profile's.
-
-    Args:
-        source: decoupled and held by the stock class.
-        options: of the draft.
-        profile: the widths that engines take.
+    The latent is at most the profile's. The source is decoupled and held by the stock class.
 
     Raises:
         InvalidInput: an option or the source asks for something else.
@@ -81,10 +76,11 @@ def served_shape(source: Source, options: DraftOptions, profile: Profile) -> Ser
     size = source.geometry.cache_elements
     if profile.cached >= size:
         raise saves_nothing(size, profile, options.engines)
-    if budget is not None and budget_elements(source.geometry, budget) < profile.cached:
+    elements = profile.cached if budget is None else budget_elements(source.geometry, budget)
+    if elements < profile.cached:
         raise InvalidInput(
-            f"--kv-budget {budget} is {budget_elements(source.geometry, budget)} elements per token "
-            f"and layer, but the narrowest serving profile caches {profile}; the least would be "
+            f"--kv-budget {budget} is {elements} elements per token and layer, but the narrowest serving "
+            f"profile caches {profile}; the least would be "
             f"{share_of(profile.cached, source.geometry)}"
         )
     number = profile.latent if rank is None else rank
@@ -102,13 +98,7 @@ def served_shape(source: Source, options: DraftOptions, profile: Profile) -> Ser
 
 
 def saves_nothing(size: int, profile: Profile, engines: Sequence[str]) -> InvalidInput:
-    """Return the refusal of a source whose cache is no larger than the narrowest profile's.
-
-    Args:
-        size: elements that the source caches per token and layer.
-        profile: the narrowest profile.
-        engines: that must run the output.
-    """
+    """Return the refusal of a source that caches `size` elements, no more than the narrowest profile."""
     free = [engine for engine in ENGINES if takes_any_width(engine, everywhere=False)]
     if engines and set(engines) <= set(free):
         other = f"--kv-budget SHARE, such as 50%, of which {' and '.join(engines)} takes any"
@@ -161,13 +151,8 @@ def served_container(
 ) -> Stock:
     """Return the output format of a target from `served_shape`.
 
-    Args:
-        source: the checkpoint that is folded.
-        target: the target.
-        bands: its rotary slots.
-        engines: that must run the output. For llama.cpp uncompressed queries are written in the class's
-            compressed form, which computes the same. Where all take it, a tied head stays tied.
-        profile: the widths that engines take.
+    For llama.cpp uncompressed queries are written in the class's compressed form, which computes the same.
+    Where all engines take it, a tied head stays tied.
 
     Raises:
         InvalidInput: heads, biases or epsilon that the profile has no place for.
@@ -212,10 +197,10 @@ def stream_scale(source: Source, block: FoldedBlock, profile: Profile) -> float:
     ε) = s x / sqrt(mean((s x)²) + s² ε), and s² ε = ε'.
 
     Raises:
-        InvalidInput: the source's epsilon is no positive number.
+        InvalidInput: the source's epsilon is not positive.
     """
-    epsilon = CENTRED_EPSILON if block.centred else source.config.get("rms_norm_eps")
-    if not isinstance(epsilon, int | float) or epsilon <= 0:
+    epsilon = CENTRED_EPSILON if block.centred else source.config.get("rms_norm_eps") or 0.0
+    if epsilon <= 0:
         raise InvalidInput(
             f"config.json has rms_norm_eps {epsilon!r}, which no scale turns into {profile.epsilon}; use "
             f"--to gqa"

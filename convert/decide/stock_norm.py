@@ -29,14 +29,7 @@ def latent_norm(
     """Return the role of the norms of the output.
 
     In the stock class it is `fitted`, unless the user names another or keeps everything: what other tools do
-    to an output destroys a linear norm.
-
-    Args:
-        source: the checkpoint.
-        form: of MLA; None for other targets.
-        target: the output's.
-        wanted: what the user asks for.
-        dtype: what the user asks for.
+    to an output destroys a linear norm. `wanted` and `dtype` are what the user asks for.
 
     Returns:
         None where there is no norm, and in kvfold's own code where it is not asked for: that norm's epsilon
@@ -53,10 +46,10 @@ def latent_norm(
                 f"decoupled of a source without key norms, linear only with --container stock; leave it out"
             )
         return None
-    if form.remote and wanted == "auto":
-        return None
-    assert isinstance(target, LatentTarget)
     if wanted == "auto":
+        if form.remote:
+            return None
+        assert isinstance(target, LatentTarget)
         wanted = "linear" if target.slots == "source" else "fitted"
     if wanted == "linear" and dtype == "float16":
         raise InvalidInput(
@@ -74,18 +67,12 @@ def written_dtypes(
     It is the tensor's own, unless the user or the container requires another. Attention and dequantised
     weights of a quantised source take the dtype of most of its unquantised numbers; where other weights stay
     quantised, bfloat16 instead of float32.
-
-    Args:
-        source: the checkpoint.
-        norm: role of the norms of the output.
-        dtype: `auto`, or the dtype that the user asks for.
-        dequantize: whether no weight stays quantised.
     """
     checkpoint = source.checkpoint
     own = {name: checkpoint.spec(name).dtype for name in checkpoint}
+    if dtype != "auto":
+        return dict.fromkeys(own, _DTYPES[dtype]), []
     if isinstance(checkpoint, QuantisedCheckpoint):
-        if dtype != "auto":
-            return dict.fromkeys(own, _DTYPES[dtype]), []
         chosen = unquantised_dtype(checkpoint, own)
         is_too_small = norm == "linear" and chosen == torch.float16
         if is_too_small or (chosen == torch.float32 and not dequantize):
@@ -94,8 +81,6 @@ def written_dtypes(
         own |= dict.fromkeys(attention | checkpoint.packed.keys(), chosen)
         if not dequantize and not is_too_small:
             return own, []
-    if dtype != "auto":
-        return dict.fromkeys(own, _DTYPES[dtype]), []
     if norm == "linear" and torch.float16 in own.values():
         written = {name: torch.bfloat16 if kind == torch.float16 else kind for name, kind in own.items()}
         return written, [NOT_IN_HALF]

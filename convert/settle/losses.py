@@ -19,11 +19,7 @@ from ..layer.threads import FEWER, fold_threads
 def closed_form_loss(plan: Plan, description: str) -> float | None:
     """Fold layers of a plan by the closed form, and measure them on tokens that no fit has seen.
 
-    They are `efforts.MEASURED` at most, those of `spread_layers`.
-
-    Args:
-        plan: the fold, whose refinement is left out.
-        description: of the work, for its progress.
+    They are `efforts.MEASURED` at most, those of `spread_layers`. Progress is shown with the description.
 
     Returns:
         Nats per token of all layers, with the cache in the plan's format; None where `forward.attend` does

@@ -1,7 +1,7 @@
 """The steps before a fold: resolve the source, plan, take statistics where needed, plan again."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +60,12 @@ def prepare(
             check_output(request.out, directory)
         check_outside({"--save-statistics": request.save_statistics}, (directory, request.out))
         calibration = choose_calibration(request, plan, dry_run)
-        asked = _as_recorded(plan, calibration)
+        asked = plan.request
+        if calibration is not None:
+            file = Path(calibration)  # the record is read from other directories too
+            recorded = {"calibration": str(file.resolve()) if file.exists() else calibration}
+            refine = None if calibration == "none" else plan.refine
+            asked = asked.model_copy(update={**recorded, "refine": refine})
         if check is not None:
             check(asked, output_of(request, plan), sum(spec.nbytes for spec in plan.specs.values()))
     if calibration is not None:
@@ -80,19 +85,8 @@ def prepare(
             with decomposing("the statistics"):
                 plan = settle(make_draft(source or directory, request, statistics))
         plan = replace(plan, request=asked)
-    told += [*_statistics_notices(request, plan), *_context_notices(plan), *_size_notices(plan)]
-    told += _behind_notices(plan.source)
-    return replace(plan, notices=(*plan.notices, *told, *_id_notices(plan.source)))
-
-
-def _as_recorded(plan: Plan, calibration: str | None) -> FoldRequest:
-    """Return the request of a plan by weights alone as the output will record it."""
-    if calibration is None:
-        return plan.request
-    if Path(calibration).exists():
-        calibration = str(Path(calibration).resolve())  # the record is read from other directories too
-    refine = None if calibration == "none" else plan.refine
-    return plan.request.model_copy(update={"calibration": calibration, "refine": refine})
+    told += [*_statistics_notices(request, plan), *_context_notices(plan), *_source_notices(plan)]
+    return replace(plan, notices=(*plan.notices, *told))
 
 
 def _code_notices(request: FoldRequest, source: Source) -> list[str]:
@@ -112,19 +106,33 @@ def _code_notices(request: FoldRequest, source: Source) -> list[str]:
     return [f"{told}: the output computes what {stock} of transformers computes"]
 
 
-def _behind_notices(source: Source) -> list[str]:
-    """Return a sentence where the source has layers behind its last, which keep their heads."""
+def _source_notices(plan: Plan) -> list[str]:
+    """Return sentences on heads, layers and tokens that a user may take for something else."""
+    source, told = plan.source, list[str]()
+    heads = plan.target.num_key_value_heads if isinstance(plan.target, GroupedTarget) else None
+    if heads == source.geometry.num_key_value_heads:
+        told.append(
+            f"the output has {heads} key/value heads, as many as the source, so its cache is not smaller; "
+            "fewer --kv-heads make it smaller"
+        )
     before, after = f"{source.family.prefix}{source.family.o}.weight".split("{layer}")
     places = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
     numbers = sorted(int(found[1]) for found in map(places.fullmatch, source.checkpoint) if found)
     behind = [str(number) for number in numbers if number >= source.layers]
-    if not behind:
-        return []
-    return [
-        f"layer {', '.join(behind)} is behind the {source.layers} layers of config.json: it predicts further "
-        "tokens and is copied with the attention of the source, so that engines cannot load it for "
-        "speculative decoding; run the output without that"
-    ]
+    if behind:
+        told.append(
+            f"layer {', '.join(behind)} is behind the {source.layers} layers of config.json: it predicts "
+            "further tokens and is copied with the attention of the source, so that engines cannot load it "
+            "for speculative decoding; run the output without that"
+        )
+    named, size = source.checkpoint.config, source.config["vocab_size"]
+    absent = known_ids(named, size)
+    if absent:
+        fields = " and ".join(f"{field} {shorten(named[field])}" for field in absent)
+        told.append(
+            f"config.json has {fields}, beyond the {size} tokens of the vocabulary; they are taken as absent"
+        )
+    return told
 
 
 def _context_notices(plan: Plan) -> list[str]:
@@ -167,44 +175,27 @@ def _statistics_notices(request: FoldRequest, plan: Plan) -> list[str]:
     ]
 
 
-def _size_notices(plan: Plan) -> list[str]:
-    """Return a sentence where a fold keeps all key/value heads."""
-    heads = plan.target.num_key_value_heads if isinstance(plan.target, GroupedTarget) else None
-    if heads is None or heads != plan.source.geometry.num_key_value_heads:
-        return []
-    return [
-        f"the output has {heads} key/value heads, as many as the source, so its cache is not smaller; fewer "
-        "--kv-heads make it smaller"
-    ]
-
-
-def _id_notices(source: Source) -> list[str]:
-    """Return a sentence where config.json names tokens that the source does not have."""
-    named, size = source.checkpoint.config, source.config["vocab_size"]
-    absent = known_ids(named, size)
-    if not absent:
-        return []
-    fields = " and ".join(f"{field} {shorten(named[field])}" for field in absent)
-    return [f"config.json has {fields}, beyond the {size} tokens of the vocabulary; they are taken as absent"]
-
-
 def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str | None:
     """Return what a fold is calibrated on: the user's choice, else `self`; None where it reads no statistics.
 
-    Args:
-        request: what the user asked for.
-        plan: by weights alone.
-        dry_run: whether nothing will be written.
+    The plan is by weights alone.
 
     Raises:
         InvalidInput: the user asks for statistics that the fold would not read, or for what it cannot do
             without them.
     """
+
+    def refuse(why: str, *options: str) -> None:
+        for name in options:
+            value = getattr(request, name)
+            if value not in (None, 0, "default"):
+                raise InvalidInput(f"--{name} {value} {why}")
+
     asked = request.calibration
     wanted = "self" if asked is None and request.save_statistics is not None else asked
     if plan.method != OWN:
         published = f"does not apply to --method {plan.method}, which is taken as published; leave it out"
-        _refuse(request, ("refine", "context"), published)
+        refuse(published, "refine", "context")
     if not reads_statistics(plan.method):
         if request.save_statistics is not None:
             raise InvalidInput(
@@ -213,37 +204,24 @@ def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str |
         if wanted not in {None, "none"}:
             notice(f"--calibration {asked} is ignored: --method {plan.method} folds by weights alone")
         wanted = "none"
-    if wanted is None and _keeps_everything(plan) and not plan.folds_biases:
-        _refuse(request, ("refine", "context"), "has no effect where everything is kept; leave it out")
+    target, geometry = plan.target.to_dict(), plan.source.geometry
+    keeps_queries = target.get("q_lora_rank") in {None, query_rank(geometry, "full")}
+    keeps_everything = target.get("num_key_value_heads") == geometry.num_key_value_heads
+    keeps_everything |= target.get("slots") == "source" and keeps_queries
+    if wanted is None and keeps_everything and not plan.folds_biases:
+        refuse("has no effect where everything is kept; leave it out", "refine", "context")
         return None
     about = plan.method, plan.target, plan.source.rotary_width
     check_calibrated(*about, calibrated=wanted != "none", biased=plan.folds_biases)
     if wanted == "none":
         why = "has no effect without calibration text; leave it out, or use --calibration self"
-        _refuse(request, ("refine", "effort", "context"), why)
+        refuse(why, "refine", "effort", "context")
     if wanted is None and dry_run:
         divided = " and may divide the budget into another rank and rotary width"
         may = divided if request.to == "mla" and request.kv_budget is not None else ""
         notice(f"planned by weights alone, to be quick; the fold itself uses --calibration self{may}")
         return None
     return "self" if wanted is None else wanted
-
-
-def _refuse(request: FoldRequest, options: Iterable[str], why: str) -> None:
-    """Refuse options of a request that would have no effect."""
-    for name in options:
-        value = getattr(request, name)
-        if value not in (None, 0, "default"):
-            raise InvalidInput(f"--{name} {value} {why}")
-
-
-def _keeps_everything(plan: Plan) -> bool:
-    """Return whether a plan discards nothing of the attention, so that there is nothing to choose."""
-    target, geometry = plan.target.to_dict(), plan.source.geometry
-    if target.get("num_key_value_heads") == geometry.num_key_value_heads:
-        return True
-    keeps_queries = target.get("q_lora_rank") in {None, query_rank(geometry, "full")}
-    return target.get("slots") == "source" and keeps_queries
 
 
 def output_of(request: FoldRequest, plan: Plan) -> Path:

@@ -26,9 +26,6 @@ def settle_width(draft: Draft) -> Plan:
     """Return the plan with its rotary width chosen, and a notice where intact rotation loses far less.
 
     Every process of a distributed run gets what the first one measured.
-
-    Args:
-        draft: one with several widths.
     """
     plan = draft.plan
     assert isinstance(plan.target, LatentTarget), "only MLA has a rotary width"
@@ -101,9 +98,6 @@ def measure_widths(draft: Draft) -> dict[int, float]:
 
 def measure_intact(plan: Plan) -> float | None:
     """Measure the closed form with rotation left intact and a latent of as many numbers as are cached.
-
-    Args:
-        plan: with rotation decoupled.
 
     Returns:
         Nats per token on held-back tokens; None where the source cannot have that form, the user has decided

@@ -65,11 +65,7 @@ def assemble_tower(folded: Path, whole: str, out: Path | None, shard_size: int) 
 
 
 def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
-    """Check that a folded tower was made of the tower of a checkpoint, and that its class has a place there.
-
-    Raises:
-        InvalidInput: says what does not fit.
-    """
+    """Check that a folded tower was made of a checkpoint's tower, and that its class has a place there."""
     config, whole = read_config(folded), tower.directory
     if is_multimodal(config):
         raise InvalidInput(f"{folded} is a whole multimodal checkpoint already; name its text tower alone")
@@ -95,7 +91,7 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
         ours, theirs = config.get(field), tower.config.get(field)
         if ours != theirs:
             raise InvalidInput(f"{folded} has {field} {ours}, but the text tower of {whole} has {theirs}")
-    ours, theirs = _norm_dtypes(folded, None), _norm_dtypes(whole, tower.stored)
+    ours, theirs = _norm_dtypes(folded), _norm_dtypes(whole, tower.stored)
     if ours != theirs:
         raise InvalidInput(
             f"{folded} is in {ours}, but the text tower of {whole} is in {theirs}; fold it in that dtype"
@@ -111,13 +107,8 @@ def _check(tower: Tower, folded: Path, record: dict[str, Any]) -> None:
         raise InvalidInput(f"{folded} was made of {source}, which is not the text tower of {whole}")
 
 
-def _norm_dtypes(directory: Path, names: Iterable[str] | None) -> str:
-    """Return the dtypes of a checkpoint's norms in words; no format quantises norms.
-
-    Args:
-        directory: the checkpoint.
-        names: the tensors to look at; None for all.
-    """
+def _norm_dtypes(directory: Path, names: Iterable[str] | None = None) -> str:
+    """Return the dtypes of a checkpoint's norms in words, by default of all; no format quantises norms."""
     checkpoint = Checkpoint(directory, packed=True)
     norms = [name for name in (checkpoint if names is None else names) if name.endswith("norm.weight")]
     kinds = {str(checkpoint.spec(name).dtype).removeprefix("torch.") for name in norms}

@@ -20,9 +20,7 @@ from ...core.untrusted import read_json
 def stored_names(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
     """Return a tower's tensors as they are stored: for each its name in the causal language model.
 
-    Args:
-        whole: the multimodal checkpoint.
-        names: of the unquantised tensors, there and in the causal language model.
+    `names` has those of the unquantised tensors, in the whole checkpoint and there, as in all of this module.
     """
     if not isinstance(whole, QuantisedCheckpoint):
         return dict(names)
@@ -34,15 +32,7 @@ def stored_names(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def tower_quantization(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the quantization_config of a tower alone, as a field of config.json; nothing without any.
-
-    Args:
-        whole: the multimodal checkpoint.
-        names: of the tower's unquantised tensors, there and in the causal language model.
-
-    Raises:
-        InvalidInput: as of `_tower_groups`.
-    """
+    """Return the quantization_config of a tower alone, as a field of config.json; nothing without any."""
     if not isinstance(whole, QuantisedCheckpoint) or not whole.is_named_in_config:
         return {}
     found = _of_tower(whole, names, whole.quantization)
@@ -50,12 +40,7 @@ def tower_quantization(whole: Checkpoint, names: Mapping[str, str]) -> dict[str,
 
 
 def tower_modelopt_file(whole: Checkpoint, names: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the content of hf_quant_config.json of a tower alone; None where it has none.
-
-    Args:
-        whole: the multimodal checkpoint.
-        names: of the tower's unquantised tensors, there and in the causal language model.
-    """
+    """Return the content of hf_quant_config.json of a tower alone; None where it has none."""
     file = whole.directory / MODELOPT_FILE
     if not file.is_file() or not isinstance(whole, QuantisedCheckpoint):
         return None
@@ -65,11 +50,7 @@ def tower_modelopt_file(whole: Checkpoint, names: Mapping[str, str]) -> dict[str
 def _of_tower(
     whole: QuantisedCheckpoint, names: Mapping[str, str], quantization: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return a configuration of quantised weights with the names of a tower alone; None where it has none.
-
-    Raises:
-        InvalidInput: as of `_tower_groups`.
-    """
+    """Return a configuration of quantised weights with the names of a tower alone; None where it has none."""
     packed = {name: ours for name, ours in names.items() if name in whole.packed}
     if not packed:
         return None
@@ -81,7 +62,8 @@ def _of_tower(
     plain = tuple(
         module_of(ours)
         for name, ours in names.items()
-        if name not in packed and _is_linear(whole, name) and "embed" not in ours
+        if name not in packed and "embed" not in ours and name.endswith(".weight")
+        if len(whole.spec(name).shape) == 2
     )
     modules_of_tower = OutputModules(plain=plain, packed=tuple(map(module_of, packed.values())), gone=())
     return SCHEMES[whole.method].unconverted(config, modules_of_tower)
@@ -92,19 +74,11 @@ def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: [] if key in LISTS and value else value for key, value in config.items()}
 
 
-def _is_linear(checkpoint: Checkpoint, name: str) -> bool:
-    return name.endswith(".weight") and len(checkpoint.spec(name).shape) == 2
-
-
 def _tower_groups(whole: QuantisedCheckpoint, packed: Mapping[str, str]) -> dict[str, Any]:
     """Return the config groups of compressed-tensors with the tower's own names as targets.
 
     Groups whose targets are classes, such as Linear, stay. Otherwise each module goes to the group that its
     numbers and scales fit, and groups without any are left out.
-
-    Args:
-        whole: the multimodal checkpoint.
-        packed: names of the tower's quantised weights, there and in the causal language model.
 
     Raises:
         InvalidInput: a weight fits no group, or several unlike ones.
@@ -146,8 +120,8 @@ def whole_modules(
     Args:
         whole: the source.
         part: the folded tower.
-        named: the folded tower's unquantised tensors by their names in the whole checkpoint.
-        place: for each of the folded tower's modules its name in the multimodal class.
+        named: its unquantised tensors by their names in the whole checkpoint.
+        place: for each of its modules the name in the multimodal class.
         inside: names of the source's tower in the whole checkpoint.
     """
     packed_part = part.packed if isinstance(part, QuantisedCheckpoint) else {}

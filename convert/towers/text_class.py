@@ -20,14 +20,6 @@ def holds_other_classes(directory: Path, model_type: str) -> bool:
 
     Some classes do; others build a text model of their own, whatever text_config says. A small model without
     weights shows it.
-
-    Args:
-        directory: the checkpoint.
-        model_type: of the other text model.
-
-    Example:
-        >>> holds_other_classes(Path("llava"), "deepseek_v3")  # doctest: +SKIP
-        True
     """
     return _holds(str(read_config(directory).get("model_type")), model_type)
 
@@ -49,15 +41,8 @@ def _holds(kind: str, model_type: str) -> bool:
 def decoder_place(directory: Path) -> str:
     """Return the name of the text model inside the class of a multimodal checkpoint.
 
-    Args:
-        directory: the checkpoint.
-
     Raises:
         InvalidInput: transformers cannot build the class.
-
-    Example:
-        >>> decoder_place(Path("llava"))  # doctest: +SKIP
-        'model.language_model'
     """
     return _place_in(directory, (directory / "config.json").read_bytes())
 

@@ -94,27 +94,23 @@ def find_tower(directory: Path) -> Tower | None:
     )
 
 
-def check_text_only(model: str, *, text_only: bool) -> None:
-    """Refuse the option that is for multimodal checkpoints alone.
-
-    Args:
-        model: the source as it was named, which has no tower.
-        text_only: whether the option was given.
+def tower_of(directory: Path, model: str, *, text_only: bool) -> Tower | None:
+    """Return the text tower of the source that a request names; None where it is no multimodal checkpoint.
 
     Raises:
-        InvalidInput: it was.
+        InvalidInput: as `find_tower`, or only the tower is asked for and there is none.
     """
-    if text_only:
+    tower = find_tower(directory)
+    if tower is None and text_only:
         raise InvalidInput(f"--text-only does not apply to {model}, which is not a multimodal model")
+    return tower
 
 
 def text_config(directory: Path) -> dict[str, Any]:
     """Return the configuration of a multimodal checkpoint's text model, with all defaults of its own class.
 
-    Its model_type is that of the causal language model which computes the same on text.
-
-    Args:
-        directory: the checkpoint, folded or not.
+    The checkpoint may be folded or not. The model_type is that of the causal language model which computes
+    the same on text.
 
     Raises:
         InvalidInput: transformers cannot read it, or it has no text model.
@@ -125,12 +121,7 @@ def text_config(directory: Path) -> dict[str, Any]:
 
 
 def is_copy(tower: Tower, out: Path) -> bool:
-    """Return whether a directory holds a tower as `write_tower` writes it now.
-
-    Args:
-        tower: the tower.
-        out: the directory, which may be anything.
-    """
+    """Return whether a directory, which may be anything, holds a tower as `write_tower` writes it now."""
     file, kept = out / MODELOPT_FILE, tower_modelopt_file(tower.whole, tower.names)
     if not (out / "config.json").is_file() or (read_json(file) if file.is_file() else None) != kept:
         return False
@@ -154,12 +145,7 @@ def holds_weights(tower: Tower, directory: Path) -> bool:
 
 
 def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
-    """Write a tower alone, as a checkpoint of a causal language model.
-
-    Args:
-        tower: the tower.
-        out: the new directory.
-        shard_size: most bytes of a weight file.
+    """Write a tower alone, as a checkpoint of a causal language model with weight files of some size.
 
     Raises:
         InvalidInput: the directory exists or cannot be written.
@@ -177,12 +163,7 @@ def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
 
 
 def write_side_files(tower: Tower, out: Path) -> None:
-    """Write what stands next to the weights of a tower alone: config.json, tokenizer, ModelOpt's file.
-
-    Args:
-        tower: the tower.
-        out: the directory.
-    """
+    """Write what stands next to the weights of a tower alone: config.json, tokenizer, ModelOpt's file."""
     copy_side_files(tower.directory, out)
     write_json(out / "config.json", tower.config)
     content = tower_modelopt_file(tower.whole, tower.names)
@@ -218,15 +199,7 @@ def _check_whole(
 ) -> None:
     """Check that a tower has the tensors of its layers, by the names that the whole checkpoint has for them.
 
-    Args:
-        directory: the whole checkpoint.
-        kind: its model_type.
-        names: of the tower's tensors, there and in the causal language model.
-        family: of the tower.
-        config: of the tower, complete.
-
-    Raises:
-        InvalidInput: one is missing.
+    `names` and the complete `config` are those of `Tower`; `kind` is the model_type of the whole checkpoint.
     """
     here = set(names.values())
     wanted = names_outside_attention(family, {**config, "tie_word_embeddings": True})

@@ -1,21 +1,34 @@
 """The targets that have a place in a whole multimodal checkpoint, and the refusals of the others."""
 
+from typing import Any
+
+from ...checkpoints.quantised.packed_checkpoint import as_stored
 from ...core.errors import InvalidInput
 from ..families.recognition import FAMILIES, complete, configured, latent_obstacle, never_latent
 from ..request import FoldRequest
 from .text_class import STOCK, decoder_place, holds_other_classes
 from .tower import Tower
+from .whole_checkpoint import other_specs
 
 RUN_IN = ("transformers",)  # the engine in which latent attention inside a multimodal class was run
 _OTHERS = "use --to gqa or --to mqa, or write the text tower alone with --text-only"
 
 
-def latent_refusal(tower: Tower) -> str:
-    """Return why latent attention has no place in a whole checkpoint; empty where the stock class has one.
+def tower_report(tower: Tower, *, in_place: bool, dequantize: bool = False) -> dict[str, Any]:
+    """Return a text tower as plain values: its sizes, and for each target why it cannot be; empty: it may."""
+    whole = as_stored(tower.whole)
+    return {
+        "family": FAMILIES[tower.model_type].label,
+        "in_place": in_place,
+        "bytes": sum(whole.spec(name).nbytes for name in tower.stored),
+        "other_bytes": sum(spec.nbytes for spec in other_specs(tower, dequantize=dequantize).values()),
+        "targets_in_place": {"gqa": "", "mqa": "", "mla": latent_refusal(tower)},
+        "targets_alone": {"gqa": "", "mqa": "", "mla": latent_never(tower)},
+    }
 
-    Args:
-        tower: the text tower of the checkpoint.
-    """
+
+def latent_refusal(tower: Tower) -> str:
+    """Return why latent attention has no place in a whole checkpoint; empty where the stock class has one."""
     kind = tower.whole.config.get("model_type")
     never = latent_never(tower)
     if never:
@@ -36,16 +49,11 @@ def latent_refusal(tower: Tower) -> str:
 
 def latent_never(tower: Tower) -> str:
     """Return why no output format of latent attention holds a tower, not even alone; empty where one may."""
-    family = configured(FAMILIES[tower.model_type], tower.config)
-    return never_latent(family) or ""
+    return never_latent(configured(FAMILIES[tower.model_type], tower.config)) or ""
 
 
 def check_request(request: FoldRequest, tower: Tower) -> None:
     """Refuse what has no place in the whole checkpoint; the tower alone takes everything.
-
-    Args:
-        request: what the user asked for.
-        tower: the text tower of the source that it names.
 
     Raises:
         InvalidInput: says what, and what would be right.
@@ -82,11 +90,7 @@ def check_request(request: FoldRequest, tower: Tower) -> None:
 
 
 def tower_request(request: FoldRequest) -> FoldRequest:
-    """Return the request for the fold of a tower that is put back in its place.
-
-    Args:
-        request: for the whole checkpoint.
-    """
+    """Return the request for the fold of a tower that is put back, from that for the whole checkpoint."""
     changed = {"revision": None, "verify": "none"}
     if request.to == "mla":  # a multimodal class takes no code of ours
         return request.model_copy(update={**changed, "container": "stock", "engines": RUN_IN})

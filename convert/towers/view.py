@@ -21,10 +21,7 @@ _NAMES = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 class TowerView(Checkpoint):
     """Tensors of another checkpoint under other names; each is read from the files of the other.
 
-    Args:
-        directory: of the config.json and the side files that go with these names.
-        whole: the other checkpoint.
-        names: of the tensors, there and here.
+    The directory has the config.json and the side files that go with these names.
     """
 
     def __init__(self, directory: Path, whole: Checkpoint, names: Mapping[str, str]) -> None:
@@ -41,9 +38,6 @@ class TowerView(Checkpoint):
 @contextmanager
 def tower_source(tower: Tower) -> Iterator[Source]:
     """Open a text tower as the source of a plan; it can be read until the block ends.
-
-    Args:
-        tower: the tower.
 
     Yields:
         The source, whose directory is a temporary one without weights. Errors in the block name the whole
@@ -63,15 +57,7 @@ def tower_source(tower: Tower) -> Iterator[Source]:
 
 @contextmanager
 def named_as_whole(tower: Tower, place: Path) -> Iterator[None]:
-    """Let errors about a tower that is read from a directory of kvfold's own name the user's checkpoint.
-
-    Args:
-        tower: the tower.
-        place: the directory.
-
-    Raises:
-        InvalidInput: as in the block, with the names of the whole checkpoint.
-    """
+    """Let errors about a tower that is read from a directory of kvfold's own name the user's checkpoint."""
     stored = {name: whole for names in (tower.stored, tower.names) for whole, name in names.items()}
     try:
         yield

@@ -49,13 +49,7 @@ _KEPT = {
 
 
 def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dict[str, Any]:
-    """Write the whole checkpoint with a folded tower, and return its record.
-
-    Args:
-        tower: where the tower's tensors are in the whole checkpoint.
-        folded: the folded tower, in a class that the whole one holds.
-        out: the new directory.
-        request: what the user asked for.
+    """Write the whole checkpoint with a folded tower, in a class that it holds, and return its record.
 
     Raises:
         InvalidInput: the directory exists or cannot be written.
@@ -75,8 +69,8 @@ def write_around(
     """Write a whole checkpoint around another tower than its own, all or nothing, and return its record.
 
     Args:
-        tower: where its own tower's tensors are.
-        folded: the other tower; its record becomes the output's.
+        tower: its own tower.
+        folded: the other one, whose record becomes the output's.
         out: the new directory.
         made: fields of the record that say of what and how the output was made.
         shard_size: most bytes of a weight file.
@@ -162,12 +156,7 @@ def _layer_of(name: str) -> str | None:
 
 
 def other_specs(tower: Tower, *, dequantize: bool = False) -> dict[str, TensorSpec]:
-    """Return shape and dtype of the tensors of an output that are not its tower's, by name.
-
-    Args:
-        tower: where the tower is in the whole checkpoint.
-        dequantize: whether quantised ones are written unquantised.
-    """
+    """Return shape and dtype of the tensors of an output that are not its tower's, by name."""
     return {name: kept.spec for name, kept in _others(tower, dequantize=dequantize).items()}
 
 
@@ -200,10 +189,6 @@ def names_in_place(tower: Tower, part: Iterable[str]) -> dict[str, str]:
     """Return the tensors of a folded tower by their names in the whole checkpoint.
 
     Tensors that the tower did not have, such as those of latent attention, are named as their neighbours.
-
-    Args:
-        tower: where the tower is in the whole checkpoint.
-        part: names of the folded tower's tensors.
     """
     stored = {ours: name for names in (tower.names, tower.stored) for name, ours in names.items()}
     family = FAMILIES[tower.model_type]
@@ -215,11 +200,7 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of the whole checkpoint, with what the fold changed in the tower's.
 
     A tower in another class brings its own. A quantization_config is left out. The dtype is the source's,
-    unless the tower has small numbers that its float16 cannot hold.
-
-    Args:
-        tower: where the tower is in the whole checkpoint.
-        folded: config.json of the folded tower.
+    unless the tower has small numbers that its float16 cannot hold. `folded` is config.json of the tower.
     """
     changed = {
         key: value for key, value in folded.items() if key not in _KEPT and value != tower.config.get(key)
@@ -232,24 +213,28 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     config.pop("quantization_config", None)
     text = config.get("text_config")
     if isinstance(text, dict):
-        config["text_config"] = {key: text[key] for key in text if key != "quantization_config"}
+        config["text_config"] = _without_quantization(text)
     if (tower.config.get("dtype"), folded.get("dtype")) == ("float16", "bfloat16"):
         config = _in_dtype(config, folded)
     if folded["model_type"] != tower.model_type:
-        alone = {key: value for key, value in folded.items() if key != "quantization_config"}
-        return {**config, "text_config": alone}
-    if isinstance(config.get("text_config"), dict) and FAMILIES[tower.model_type].unlike:
-        return {**config, "text_config": with_fewer_heads({**config["text_config"], **changed}, share)}
-    if isinstance(config.get("text_config"), dict):
-        return {**config, "text_config": {**config["text_config"], **changed}}
-    return {**config, **changed}
+        return {**config, "text_config": _without_quantization(folded)}
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return {**config, **changed}
+    text = {**text, **changed}
+    unlike = FAMILIES[tower.model_type].unlike
+    return {**config, "text_config": with_fewer_heads(text, share) if unlike else text}
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def _in_dtype(config: dict[str, Any], folded: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a whole checkpoint with its folded tower's dtype, where it names one."""
-    named = {key: folded["dtype"] for key in ("dtype", "torch_dtype") if config.get(key)}
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        return part | {key: folded["dtype"] for key in ("dtype", "torch_dtype") if part.get(key)}
+
     text = config.get("text_config")
-    if isinstance(text, dict):
-        inside = {key: folded["dtype"] for key in ("dtype", "torch_dtype") if text.get(key)}
-        named["text_config"] = {**text, **inside}
-    return {**config, **named}
+    return changed(config) | ({"text_config": changed(text)} if isinstance(text, dict) else {})

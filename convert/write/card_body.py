@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.eval_json import EvalSummary, ModelSummary
+from ...checkpoints.eval_json import EvalSummary
 from ...checkpoints.quantised.packed_checkpoint import is_quantised
 from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
 from ...core.untrusted import printable
-from .card_markdown import as_code, as_table, as_words, fenced, listed
 
 if TYPE_CHECKING:
-    from ...engines.rules.rule_types import LintFinding, Written
+    from ...engines.rules.rule_types import Written
 
 CONTEXTS = (4096, 32768, 131072)  # tokens at which the cache's size is shown, as in kvfold convert --dry-run
 # The first release of transformers whose cache keeps a latent instead of expanded keys and values.
@@ -50,6 +50,9 @@ _ENGINES = {
     "llama.cpp": "llama.cpp",
     "mlx": "MLX",
 }
+# Marks of Markdown: not within a word.
+_MARKS = re.compile(r"[\\`*~&\[\]<>]|^[#+-]|(?<![^\W_])_|_(?![^\W_])")
+_ADDRESS = re.compile(r"://|www\.|@[\w-]+\.|mailto:|xmpp:", re.IGNORECASE)
 
 
 def card_body(
@@ -62,16 +65,9 @@ def card_body(
     *,
     further: bool = False,
 ) -> str:
-    """Return the card below its metadata, in Markdown.
+    """Return the card below its metadata, in Markdown; arguments are those of `make_card`.
 
-    Args:
-        directory: the checkpoint, with all its files but the card.
-        record: its kvfold.json; parts that it lacks are left out of the card.
-        source: name of its source.
-        title: name of the checkpoint.
-        place: the repository or directory that engines load it from.
-        evaluation: its measured quality.
-        further: the weights are not those that the record describes, as after training with another tool.
+    Parts that the record lacks are left out. `source` is the name of the source.
     """
     from ...engines.rules.rule_types import open_written
 
@@ -100,23 +96,19 @@ def _opening(record: dict[str, Any], source: str, scheme: str | None, *, further
         return (
             f"{as_code(source)} with weights in {form}, rounded by kvfold {as_words(record['kvfold'])}.{more}"
         )
-    but = ", but for those that were trained afterwards" if _is_rounded_first(record) else ""
-    rounded = f" Its linear weights are in {form}{but}." if form else ""
     kind = _KINDS.get(record.get("target", {}).get("name", ""), "a smaller KV cache")
-    ratio = (
-        f", which caches {record['cache']['ratio']:.1%} of what its source caches"
-        if record.get("cache")
-        else ""
-    )
+    told = f"{as_code(source)} folded to {kind} by kvfold {as_words(record.get('kvfold', ''))}"
+    if record.get("cache"):
+        told += f", which caches {record['cache']['ratio']:.1%} of what its source caches"
     untrained = "" if further else ", without training"
-    trained = " and distilled against it" if is_distilled(record) else untrained
-    version = as_words(record.get("kvfold", ""))
-    folded = f"{as_code(source)} folded to {kind} by kvfold {version}{ratio}; converted{trained}."
-    return folded + rounded + more
+    told += f"; converted{' and distilled against it' if is_distilled(record) else untrained}."
+    if form:
+        but = ", but for those that were trained afterwards" if _is_rounded_first(record) else ""
+        told += f" Its linear weights are in {form}{but}."
+    return told + more
 
 
 def _is_rounded_first(record: dict[str, Any]) -> bool:
-    """Return whether a checkpoint was distilled after its weights were rounded."""
     return "quantize" in record and record["stage"] == "distill"
 
 
@@ -124,21 +116,15 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
     if not record.get("cache"):
         return []
     sides = [record["cache"]["before"], record["cache"]["after"]]
+    dtype = as_words(record.get("dtype", "as stored"))
     rows = [
         ["elements per token and layer", *(f"{side['elements_per_token_per_layer']:,}" for side in sides)],
-        [
-            f"bytes per token ({as_words(record.get('dtype', 'as stored'))})",
-            *(f"{side['bytes_per_token']:,}" for side in sides),
-        ],
+        [f"bytes per token ({dtype})", *(f"{side['bytes_per_token']:,}" for side in sides)],
     ]
     limit = int(written.get("max_position_embeddings", CONTEXTS[0]))
     for length in [n for n in CONTEXTS if n <= limit] or [limit]:
-        rows.append(
-            [
-                f"at {length:,} tokens",
-                *(f"{side['bytes_per_token'] * length / 1e6:,.1f} MB" for side in sides),
-            ]
-        )
+        at = (f"{side['bytes_per_token'] * length / 1e6:,.1f} MB" for side in sides)
+        rows.append([f"at {length:,} tokens", *at])
     kinds = record["cache"].get("layers")
     words = [] if not kinds else [
         f"The model has {as_words(show_kinds(kinds))}. These numbers are those of the layers that attend; "
@@ -170,12 +156,15 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
         return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
     its_cache = "" if evaluation.cache_dtype is None else f", its cache in {as_words(evaluation.cache_dtype)}"
-    models = [
+    rows = []
+    for name, model in (
         ("source", evaluation.teacher),
         ("before distillation", evaluation.parent),
         (f"this model{its_cache}", evaluation.student),
-    ]
-    rows = [_row(name, model) for name, model in models if model is not None]
+    ):
+        if model is not None:
+            cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
+            rows.append([name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)])
     paragraphs = [
         f"Measured by `kvfold eval` in one run, on the same windows: {as_code(protocol.name)}, "
         f"{protocol.windows} windows of "
@@ -192,11 +181,6 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
             f"{trained} recovered {evaluation.recovered_share.value:.1%} of what the conversion had lost."
         )
     return ["## Quality", *paragraphs, *([words] if words else [])]
-
-
-def _row(name: str, model: ModelSummary) -> list[str]:
-    cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
-    return [name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)]
 
 
 def _making(record: dict[str, Any], source: str) -> list[str]:
@@ -224,14 +208,9 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
     )
     target = as_words(", ".join(f"{key} {value}" for key, value in record.get("target", {}).items()))
     revision = record["source"].get("revision")
-    rows = [
-        ["source", as_words(source + (f" at {revision}" if revision else ""))],
-        *(
-            [["target", target], ["method", as_words(record.get("method", ""))], ["calibration", text]]
-            if target
-            else []
-        ),
-    ]
+    rows = [["source", as_words(source + (f" at {revision}" if revision else ""))]]
+    if target:
+        rows += [["target", target], ["method", as_words(record.get("method", ""))], ["calibration", text]]
     shown = _commands(commands, record, source)
     search = []
     if record.get("migrate"):
@@ -248,8 +227,12 @@ def _making(record: dict[str, Any], source: str) -> list[str]:
 
 def _commands(commands: Sequence[str], record: dict[str, Any], source: str) -> str:
     """Return commands, with names in place of absolute paths, as a block of code."""
-    lines = (printable(_named_command(command, record, source)) for command in commands)
-    return fenced("console", "\n".join(f"$ {line}" for line in lines))
+    lines = []
+    for command in commands:
+        words = _split(command)
+        named = _named(words, record, source)
+        lines.append("$ " + printable(command if named == words else shlex.join(named)))
+    return fenced("console", "\n".join(lines))
 
 
 def _name_of_fold(record: dict[str, Any], student: Any) -> str:
@@ -272,20 +255,10 @@ def _split(command: str) -> list[str]:
         return []
 
 
-def _named_command(command: str, record: dict[str, Any], source: str) -> str:
-    """Return a command with names in place of absolute paths."""
-    words = _split(command)
-    named = _named(words, record, source)
-    return command if named == words else shlex.join(named)
-
-
 def _named(value: Any, record: dict[str, Any], source: str) -> Any:
-    """Return a setting with names in place of absolute paths, which are of one machine and its user alone.
+    """Return a text, or texts within lists and mappings, with names in place of absolute paths.
 
-    Args:
-        value: a text, or texts within lists and mappings.
-        record: of the checkpoint.
-        source: name of its source, for the source's path.
+    Paths are of one machine and its user alone; that of the source becomes its name.
     """
     if isinstance(value, list):
         return [_named(item, record, source) for item in value]
@@ -313,8 +286,11 @@ def _loading(written: Written, place: str) -> list[str]:
             parts.append(_how(engine, written, place))
         if engine == "transformers" and written.layout in {"stock", "decoupled", "intact"}:
             parts.append(_LINEAR if written.is_linear else _training(written))
-        if found:
-            parts.append(_reasons(failing or found))
+        lines = []
+        for finding in failing or found:
+            effect = "" if finding.effect == "note" else f"{finding.effect}: "
+            lines.append(f"- {effect}{as_words(finding.sentence)} ({finding.learned})")
+        parts += ["\n".join(lines)] if lines else []
         if is_known and not failing and engine != "transformers":
             parts.append("kvfold did not run the model there; no rule that it knows forbids it.")
     return parts
@@ -325,9 +301,8 @@ def _training(written: Written) -> str:
     projections = listed(_weights_next_to(written, "kv_b_proj"))
     if written.layout != "stock":
         return _TRAINING.format(projections)
-    return _STOCK_TRAINING.format(
-        projections, listed([f"mlp.{name}.weight" for name in _weights_next_to(written, "down_proj")])
-    )
+    inside = [f"mlp.{name}.weight" for name in _weights_next_to(written, "down_proj")]
+    return _STOCK_TRAINING.format(projections, listed(inside))
 
 
 def _weights_next_to(written: Written, known: str) -> list[str]:
@@ -341,14 +316,6 @@ def _weights_next_to(written: Written, known: str) -> list[str]:
     return [part for part in dict.fromkeys(parts) if "proj" in part and part != "q_rope_proj"]
 
 
-def _reasons(findings: Sequence[LintFinding]) -> str:
-    lines = []
-    for finding in findings:
-        effect = "" if finding.effect == "note" else f"{finding.effect}: "
-        lines.append(f"- {effect}{as_words(finding.sentence)} ({finding.learned})")
-    return "\n".join(lines)
-
-
 def _how(engine: str, written: Written, place: str) -> str:
     own_code = written.layout in {"decoupled", "intact"}
     if engine == "transformers" and written.layout.startswith("multimodal"):
@@ -360,11 +327,8 @@ def _how(engine: str, written: Written, place: str) -> str:
         )
     if engine == "transformers":
         trust = ", trust_remote_code=True" if own_code else ""
-        since = (
-            ""
-            if written.layout == "grouped"
-            else f"  # {LATENT_SINCE} or later keeps the latent compressed in its cache"
-        )
+        since = f"  # {LATENT_SINCE} or later keeps the latent compressed in its cache"
+        since = "" if written.layout == "grouped" else since
         return (
             f"```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer{since}\n\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})\n'
@@ -381,3 +345,35 @@ def _how(engine: str, written: Written, place: str) -> str:
         "mlx": f"mlx_lm.generate --model {place} --prompt 'Once upon a time'",
     }[engine]
     return f"```console\n$ {command}\n```"
+
+
+def as_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a table whose first column is of words and whose others are of numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def as_words(text: str) -> str:
+    """Return a text of a file on one line of Markdown, in which it is neither markup nor HTML.
+
+    Many readers make a link of an address in spite of escapes, but not in code.
+    """
+    return as_code(text) if _ADDRESS.search(text) else _MARKS.sub(r"\\\g<0>", printable(text))
+
+
+def as_code(text: str) -> str:
+    """Return a text of a file on one line as code of Markdown, which knows no escapes."""
+    shown = re.sub(r"\\+\|", "|", printable(text))  # in a table they would undo the escape of the bar
+    return f"`{shown.replace('`', chr(39))}`"
+
+
+def fenced(language: str, text: str) -> str:
+    """Return lines as a block of code, between fences that are longer than any in the lines."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    lines = "\n".join(map(printable, text.splitlines()))
+    return f"{fence}{language}\n{lines}\n{fence}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as code, with commas between them."""
+    return ", ".join(map(as_code, names))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,22 +91,15 @@ def make_card(
 
 
 def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) -> dict[str, Any]:
-    """Return the card's metadata without measurements; unknown fields are left out.
-
-    Args:
-        directory: the checkpoint.
-        record: its kvfold.json.
-        further: the weights are not those that the record describes, as after training with another tool.
-    """
+    """Return the card's metadata without measurements; arguments are those of `make_card`."""
     target, distilled = record.get("target", {}).get("name"), is_distilled(record)
-    scheme = scheme_of(directory, record)
+    scheme, config = scheme_of(directory, record), read_config(directory)
+    pipeline = "text-generation"
+    if is_multimodal(config):
+        pipeline = "image-text-to-text" if "vision_config" in config else "audio-text-to-text"
     base, source = hub_id(record["source"]), directory_at(record["source"]["path"]) or directory
-    tags = [
-        "kvfold",
-        "kv-cache",
-        *([target] if target else []),
-        *(["latent-attention"] if target == "mla" else []),
-    ]
+    tags = ["kvfold", "kv-cache", *([target] if target else [])]
+    tags += ["latent-attention"] if target == "mla" else []
     try:
         theirs = read_card(source)
     except InvalidInput:  # the source may have changed since the fold; its card is only read for its licence
@@ -118,19 +110,12 @@ def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) 
     return {
         **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",
-        "pipeline_tag": _pipeline(read_config(directory)),
+        "pipeline_tag": pipeline,
         **({} if base is None else {"base_model": base}),
         # No relation means "converted": it is left to be inferred unless the weights were trained.
         **({"base_model_relation": relation} if relation and base else {}),
         "tags": tags + (["distillation"] if distilled else []) + ([scheme] if scheme else []),
     }
-
-
-def _pipeline(config: Mapping[str, Any]) -> str:
-    """Return the tag of what a model reads and writes."""
-    if not is_multimodal(config):
-        return "text-generation"
-    return "image-text-to-text" if "vision_config" in config else "audio-text-to-text"
 
 
 def source_name(source: dict[str, Any]) -> str:

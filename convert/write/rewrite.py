@@ -49,12 +49,7 @@ Unit = Callable[[], Found]
 
 
 def check_begun(request: FoldRequest, out: Path, size: int) -> None:
-    """Refuse an output that could not be written or resumed after all, before statistics are taken.
-
-    Args:
-        request: the fold, as its record will have it.
-        out: the output directory.
-        size: bytes of its weights.
+    """Refuse an output of `size` bytes that could not be written or resumed, before statistics are taken.
 
     Raises:
         InvalidInput: nothing can be made there, the disk is too small, another run is at work there, or what
@@ -82,7 +77,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
         source_name: name of the source in the record; by default its Hub id, or its directory's name.
 
     Returns:
-        The record that is in the output's kvfold.json.
+        The record in the output's kvfold.json.
 
     Raises:
         InvalidInput: `out` exists or cannot be written, the disk or memory is too small, or a weight is NaN
@@ -124,10 +119,7 @@ def options_of(request: FoldRequest) -> dict[str, Any]:
 def _share(plan: Plan, out: Path, work: WorkDir | None) -> dict[str, Found]:
     """Write this process's share of the tensors, and return what all processes found.
 
-    Args:
-        plan: of `rewrite`, as the other arguments.
-        out: the output directory.
-        work: the working directory, which rank 0 has claimed; None in the other processes.
+    Only rank 0 has `work`, which it has claimed.
     """
     rank, ranks = place()
     shard_size, jobs = plan.request.shard_size, plan.jobs
@@ -164,11 +156,8 @@ def _share(plan: Plan, out: Path, work: WorkDir | None) -> dict[str, Found]:
 
 def _intact(done: Mapping[str, Found], writer: ShardWriter) -> dict[str, Found]:
     """Return the finished units whose bytes are as they were written, and report if there are others."""
-    kept = {}
-    for name, found in done.items():
-        written = found.get("checksums", {})
-        if writer.checksums(written) == written:
-            kept[name] = found
+    written = {name: found.get("checksums", {}) for name, found in done.items()}
+    kept = {name: done[name] for name, sums in written.items() if writer.checksums(sums) == sums}
     if changed := len(done) - len(kept):
         notice(
             f"{changed} of {len(done)} finished parts of the half-written output have changed since they "
@@ -221,7 +210,7 @@ def _units(plan: Plan, writer: ShardWriter) -> list[tuple[str, Unit]]:
         file = checkpoint.file_of(layer.reads[0])
         units[file].append((f"layer {layer.number}", bind(_write_layer, plan, layer, writer)))
     for name, copy in plan.copies.items():
-        units[checkpoint.file_of(copy.source)].append((name, bind(_write_copy, plan, name, writer)))
+        units[checkpoint.file_of(copy.source)].append((name, bind(_copy, plan, name, writer)))
     return list(chain.from_iterable(units.values()))
 
 
@@ -246,48 +235,39 @@ def _write_layer(plan: Plan, layer: PlannedLayer, writer: ShardWriter) -> Found:
     }
 
 
-def _write_copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
-    _copy(plan, name, writer)
-    return {"checksums": writer.checksums([name])}
-
-
-def _copy(plan: Plan, name: str, writer: ShardWriter) -> None:
+def _copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
+    """Write a tensor that is not attention."""
     copy, checkpoint = plan.copies[name], plan.source.checkpoint
     if copy.part is not None:
         assert isinstance(checkpoint, QuantisedCheckpoint)
         for first, piece in checkpoint.stored.stream(copy.part):
             writer.write(name, piece, first)
-        return
-    if copy.change is not None and not copy.by_rows:
+    elif copy.change is not None and not copy.by_rows:
         writer.write(name, copy.change(checkpoint[copy.source].to(torch.float64)))
-        return
-    for first, piece in checkpoint.stream(copy.source, copy.by_rows):
-        changed = piece
-        if copy.change is not None:
-            changed = copy.change(piece.to(torch.float64).unflatten(0, (-1, copy.spec.shape[-1]))).flatten()
-        writer.write(name, changed, first)
+    else:
+        for first, piece in checkpoint.stream(copy.source, copy.by_rows):
+            changed = piece
+            if copy.change is not None:
+                rows = piece.to(torch.float64).unflatten(0, (-1, copy.spec.shape[-1]))
+                changed = copy.change(rows).flatten()
+            writer.write(name, changed, first)
+    return {"checksums": writer.checksums([name])}
 
 
 def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Write the files next to the weights; return the record as it is written."""
-    copy_side_files(plan.source.checkpoint.directory, partial)
+    checkpoint, modules = plan.source.checkpoint, plan.modules
+    copy_side_files(checkpoint.directory, partial)
     for file in plan.container.files:
         shutil.copyfile(file, partial / file.name)
     write_json(partial / "config.json", plan.config)
-    _write_modelopt(plan, partial)
+    if modules is not None and isinstance(checkpoint, QuantisedCheckpoint):
+        content = checkpoint.modelopt_file_for(modules)
+        if content is not None:  # the second place of ModelOpt's configuration
+            write_json(partial / MODELOPT_FILE, content)
     record = write_record(partial, record)
     write_card(partial, record)
     return record
-
-
-def _write_modelopt(plan: Plan, partial: Path) -> None:
-    """Write the second place of ModelOpt's configuration, where the source has it."""
-    checkpoint, modules = plan.source.checkpoint, plan.modules
-    if modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
-        return
-    content = checkpoint.modelopt_file_for(modules)
-    if content is not None:
-        write_json(partial / MODELOPT_FILE, content)
 
 
 @contextmanager
@@ -312,57 +292,43 @@ def _failures(plan: Plan, out: Path) -> Iterator[None]:
 def _record(plan: Plan, source_name: str | None, done: dict[str, Found]) -> dict[str, Any]:
     found = [done[f"layer {layer.number}"] for layer in plan.layers]
     found = [{field: layer[field] for field in ("measured", "spectrum")} for layer in found]
-    hashes = _hashes(plan, done)
     losses = [layer["measured"] for layer in found]
-    directory = plan.source.checkpoint.directory
-    parent = {"stage": "source", "path": str(directory.resolve())}
+    directory, dtype = plan.source.checkpoint.directory, plan.request.cache_dtype
+    prepared: dict[str, Any] = {}
+    notices = list(plan.notices)
+    if dtype != "bfloat16":
+        prepared["name"] = dtype
+        if all(losses):
+            prepared["predicted_loss"] = sum(loss["stored"] for loss in losses)
+            prepared["unprepared"] = sum(loss["unprepared"] for loss in losses)
+    numbers = [str(layer.number) for layer, loss in zip(plan.layers, losses, strict=True) if loss is None]
+    if prepared and plan.latent_norm == "fitted" and numbers:
+        # Behind a fitted norm coordinates are fitted to samples, and these layers have none.
+        notices.append(
+            f"layers {', '.join(numbers)} are not prepared for a cache in {dtype}: their norm is fitted, and "
+            "their loss cannot be measured on calibration text; --latent-norm linear prepares them by their "
+            "weights"
+        )
     return {
         "schema": SCHEMA,
         "kvfold": __version__,
         "stage": "convert",
         "command": plan.request.command,
         "request": plan.request.essentials(),
-        "source": describe(directory, source_name, commit_of(directory), hashes),
+        "source": describe(directory, source_name, commit_of(directory), _hashes(plan, done)),
         "target": plan.target.to_dict(),
         "method": plan.method,
         "calibration": plan.calibration(),
         # Summed over the layers, each measured alone on calibration text; where that could not be, as
         # planned.
-        "predicted_loss": sum(loss["refined"] for loss in losses if loss) if all(losses) else plan.predicted,
-        **_prepared(plan.request.cache_dtype, losses),
+        "predicted_loss": sum(loss["refined"] for loss in losses) if all(losses) else plan.predicted,
+        **({"cache_dtype": prepared} if prepared else {}),
         "layers": [{"planned": planned, **layer} for planned, layer in zip(plan.losses, found, strict=True)],
         "container": plan.config["architectures"][0],
         **({} if plan.latent_norm is None else {"latent_norm": plan.latent_norm}),
         "engines": list(plan.engines),
         "dtype": plan.config["dtype"],
         "cache": plan.cache(),
-        "notices": [*plan.notices, *_left_unprepared(plan, losses)],
-        "parents": [parent],
+        "notices": notices,
+        "parents": [{"stage": "source", "path": str(directory.resolve())}],
     }
-
-
-def _left_unprepared(plan: Plan, losses: list[dict[str, float] | None]) -> list[str]:
-    """Return a sentence on the layers that could not be prepared for the format of the cache.
-
-    Behind a fitted norm coordinates are fitted to samples, and these layers have none.
-    """
-    dtype = plan.request.cache_dtype
-    numbers = [str(layer.number) for layer, loss in zip(plan.layers, losses, strict=True) if loss is None]
-    if dtype == "bfloat16" or plan.latent_norm != "fitted" or not numbers:
-        return []
-    return [
-        f"layers {', '.join(numbers)} are not prepared for a cache in {dtype}: their norm is fitted, and "
-        "their loss cannot be measured on calibration text; --latent-norm linear prepares them by their "
-        "weights"
-    ]
-
-
-def _prepared(dtype: str, losses: list[dict[str, float] | None]) -> dict[str, Any]:
-    """Return the format that the cache is prepared for and the losses with it, summed as the others."""
-    if dtype == "bfloat16":
-        return {}
-    found: dict[str, Any] = {"name": dtype}
-    if all(losses):
-        found["predicted_loss"] = sum(loss["stored"] for loss in losses if loss)
-        found["unprepared"] = sum(loss["unprepared"] for loss in losses if loss)
-    return {"cache_dtype": found}

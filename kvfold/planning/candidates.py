@@ -3,9 +3,9 @@
 GQA at every divisor, MLA at shares of its cache and as engines take it.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..checkpoints.shards import TensorSpec
@@ -18,14 +18,33 @@ from ..convert.families.source import Source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest, fold_request
 from ..convert.settle.settle import make_plan
+from ..convert.towers.tower import Tower
 from ..convert.towers.tower_targets import check_request, tower_request
-from ..convert.towers.whole_checkpoint import whole_config
-from ..convert.towers.whole_output import Surroundings, WholeOutput
+from ..convert.towers.whole_checkpoint import names_in_place, whole_config
 from ..core.errors import InvalidInput
-from ..engines.rules.engine_names import ENGINES, read_engines
+from ..engines.rules.engine_names import ENGINES
 
 _MOVED = "statistics will choose slots that are not on its table of frequencies"
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A text tower with shape and dtype of the tensors that stay around it, whatever the tower becomes."""
+
+    tower: Tower
+    specs: Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class WholeOutput:
+    """A planned multimodal checkpoint, as engines' rules read it (`PlannedOutput`)."""
+
+    config: dict[str, Any]
+    read_specs: dict[str, TensorSpec]
+    scheme: str
+    latent_norm: str | None
+    tokenizer: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +92,9 @@ class Candidate:
         return self.plan.container.kind
 
     @property
-    def _others(self) -> Collection[TensorSpec]:
+    def others(self) -> Collection[TensorSpec]:
+        """Return shape and dtype of the tensors around a tower, such as those of images."""
         return () if self.inside is None else self.inside.specs.values()
-
-    @property
-    def other_bytes(self) -> int:
-        """Return the bytes of the tensors around a tower, such as those of images."""
-        return sum(spec.nbytes for spec in self._others)
-
-    @property
-    def other_elements(self) -> int:
-        """Return the number of their elements."""
-        return sum(math.prod(spec.shape) for spec in self._others)
 
     @property
     def architecture(self) -> str:
@@ -108,41 +118,20 @@ class Candidate:
             return _candidate(self.plan.source, self.request, statistics, self.inside)
 
 
-def check_alike(source: Source) -> None:
-    """Refuse a source whose layers are unlike, because targets are compared by the size of one layer.
-
-    Raises:
-        InvalidInput: names the command that shows one target.
-    """
-    if source.family.unlike:
-        raise InvalidInput(
-            f"kvfold plan compares layers of one size, and those of {source.family.label} differ; "
-            "`kvfold convert --to gqa --kv-heads N --dry-run` shows the cache of one target by kind of layer"
-        )
-
-
 def find_candidates(
     source: Source,
     shares: Sequence[str],
-    engine: str | None = None,
+    engines: Sequence[str] = (),
     *,
     inside: Surroundings | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Plan every target of a source without statistics.
+    """Plan every target of a source without statistics, MLA at some shares of its cache.
 
-    For kinds without any candidate the reason is returned too.
-
-    Args:
-        source: the checkpoint.
-        shares: of its cache, for MLA.
-        engine: those that must run the output, a list with commas; None: any that does.
-        inside: the text tower that the source is, with its surroundings, where it stays in its multimodal
-            checkpoint.
+    For kinds without any candidate the reason is returned too. Without engines any may run the output.
 
     Raises:
-        InvalidInput: a share or an engine is none.
+        InvalidInput: a share is none.
     """
-    read_engines(engine)
     found: dict[Any, Candidate] = {}
     refused: dict[str, str] = {}
     had = set()
@@ -150,8 +139,7 @@ def find_candidates(
         budget_elements(source.geometry, share)
     for kind, to, options in _wanted(source, shares):
         try:
-            named = {} if engine is None else {"engines": engine}
-            asked = _request(source, to, {**options, **named})
+            asked = _request(source, to, {**options, **({"engines": engines} if engines else {})})
             if inside is not None:
                 check_request(asked, inside.tower)
                 asked = tower_request(asked)
@@ -168,15 +156,7 @@ def find_candidates(
 
 
 def plan_source(source: Source, inside: Surroundings | None) -> Candidate | None:
-    """Plan the source as it is, as one more candidate.
-
-    The result is None where it has no form in which it could be written unchanged.
-
-    Args:
-        source: the checkpoint.
-        inside: the text tower that it is, with its surroundings, where that stays in its multimodal
-            checkpoint.
-    """
+    """Plan the source as it is, as one more candidate; None where it cannot be written unchanged."""
     asked = _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
     try:
         return _candidate(source, asked, None, inside)
@@ -204,7 +184,7 @@ def _wanted(source: Source, shares: Sequence[str]) -> Iterator[tuple[str, str, d
         yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
     for engines in ("vllm", "vllm,sglang"):  # their kernels have two sizes
         for profile in PROFILES:
-            yield f"mla for {engines}", "mla", {"engines": engines, "rank": str(profile.latent)}
+            yield f"mla for {engines}", "mla", {"engines": engines, "rank": profile.latent}
 
 
 def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest:
@@ -219,12 +199,19 @@ def _candidate(
     inside: Surroundings | None,
 ) -> Candidate:
     plan = make_plan(source, request, statistics)
-    written = plan if inside is None else WholeOutput.of(inside, plan)
+    written: Plan | WholeOutput = plan
+    if inside is not None:
+        part, tower = plan.read_specs, inside.tower
+        specs = {name: part[ours] for name, ours in names_in_place(tower, part).items()}
+        config = whole_config(tower, plan.config)
+        written = WholeOutput(
+            config, {**inside.specs, **specs}, plan.scheme, plan.latent_norm, tower.directory
+        )
     against = unfit(written, plan.engines or ENGINES)
     reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}
     allocates = statistics is None and request.slots is None
     allocates = allocates and bool(plan.bands) and plan.container.profile is None
-    if allocates:
-        moved = {name: "" if name == "transformers" else _MOVED for name in reasons}
-        reasons = {name: reason or moved[name] for name, reason in reasons.items()}
+    for name, reason in reasons.items():
+        if allocates and not reason and name != "transformers":
+            reasons[name] = _MOVED
     return Candidate(request=request, plan=plan, engines=reasons, inside=inside, allocates=allocates)

@@ -6,8 +6,10 @@ attention are those of lab/reference/costs.py.
 """
 
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ..checkpoints.shards import TensorSpec
 from ..convert.algebra.target import GroupedTarget, LatentTarget
 from ..convert.decide.per_rank import Ranks, rank_elements
 from ..convert.decide.plan import Plan
@@ -42,6 +44,27 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The limits that a target must fit.
+
+    Attributes:
+        context: tokens of a sequence.
+        batch: sequences at once.
+        memory: bytes for weights, cache and activations, of each rank; None: any.
+        ranks: that serve the model.
+    """
+
+    context: int
+    batch: int
+    memory: int | None = None
+    ranks: Ranks = ALONE
+
+    def hold(self, needed: Demand) -> bool:
+        """Return whether a demand is within the memory."""
+        return self.memory is None or needed.total <= self.memory
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoding:
     """One more token of one sequence, behind a full context.
 
@@ -59,13 +82,7 @@ class Decoding:
 
 
 def demand(
-    plan: Plan,
-    context: int,
-    batch: int,
-    *,
-    absorbed: bool = False,
-    ranks: Ranks = ALONE,
-    kind: CacheDtype | None = None,
+    plan: Plan, bounds: Bounds, engines: Collection[str] = (), kind: CacheDtype | None = None
 ) -> Demand:
     """Return the memory that a planned output takes on one rank.
 
@@ -73,16 +90,12 @@ def demand(
 
     Args:
         plan: the output.
-        context: tokens of each sequence.
-        batch: sequences at once.
-        absorbed: whether it runs in an engine that absorbs the stock class's latent.
-        ranks: that serve it.
+        bounds: the context, the batch and the ranks.
+        engines: those that may run it; one that does not expand a latent is taken.
         kind: the number format of the cache; None: the output's dtype.
     """
-    size = plan.dtype.itemsize
-    config = plan.source.config
-    geometry = plan.source.geometry
-    token = token_bytes(plan, ranks, kind)
+    size, context, batch = plan.dtype.itemsize, bounds.context, bounds.batch
+    config, geometry = plan.source.config, plan.source.geometry
     hidden = geometry.hidden_size
     heads = geometry.num_attention_heads * geometry.head_dim
     feed_forward = config.get("intermediate_size") or 4 * hidden
@@ -91,42 +104,42 @@ def demand(
         rows * (4 * hidden + 2 * heads + 3 * feed_forward) * size + batch * int(config["vocab_size"]) * _LOGIT
     )
     return Demand(
-        weights=sum(spec.nbytes for spec in plan.specs.values()) // ranks.tensor,
-        cache=round(batch * token * sum(_kept(plan.source, context))),
-        activations=alive + batch * context * _expanded(plan, absorbed) * size,
+        weights=sum(spec.nbytes for spec in plan.specs.values()) // bounds.ranks.tensor,
+        cache=round(batch * token_bytes(plan, bounds.ranks, kind) * sum(_kept(plan.source, context))),
+        activations=alive + batch * context * rebuilt(plan, engines) * size,
     )
 
 
 def decoding(
-    plan: Plan,
-    context: int,
-    batch: int,
-    *,
-    absorbed: bool = False,
-    ranks: Ranks = ALONE,
-    kind: CacheDtype | None = None,
+    plan: Plan, bounds: Bounds, engines: Collection[str] = (), kind: CacheDtype | None = None
 ) -> Decoding:
     """Return the cost of a decoded token; arguments are those of `demand`.
 
     Bytes are those of one rank, arithmetic is that of all.
     """
-    size = plan.dtype.itemsize
-    kept = _kept(plan.source, context)
-    rebuilt = 2 * _expanded(plan, absorbed)
-    moved = round(sum(kept) * (token_bytes(plan, ranks, kind) + rebuilt * size))
-    cost = _costs(plan, absorbed)
-    form = "expanded" if rebuilt else "absorbed"
-    if isinstance(plan.target, GroupedTarget):
-        form = "grouped"
-    flops = sum(cost.decode(tokens) for tokens in kept)
+    kept, expanded = _kept(plan.source, bounds.context), rebuilt(plan, engines)
+    token = token_bytes(plan, bounds.ranks, kind) + 2 * expanded * plan.dtype.itemsize
+    # Of the input embeddings a step reads only a row, unless they are tied to the head.
+    source = plan.source
+    shape = source.checkpoint.spec(source.family.prefix + source.family.embedding).shape
+    tables = [spec.nbytes for spec in plan.specs.values() if spec.shape == shape]
+    read = sum(spec.nbytes for spec in plan.specs.values()) - (tables[0] if len(tables) > 1 else 0)
+    form = "expanded" if expanded else "absorbed"
+    cost = _costs(plan, is_absorbed=expanded == 0)
     return Decoding(
-        form=form, bytes=moved + _read_weights(plan) // (batch * ranks.tensor), attention_flops=flops
+        form="grouped" if isinstance(plan.target, GroupedTarget) else form,
+        bytes=round(sum(kept) * token) + read // (bounds.batch * bounds.ranks.tensor),
+        attention_flops=sum(cost.decode(tokens) for tokens in kept),
     )
 
 
-def absorbs(plan: Plan, engines: tuple[str, ...]) -> bool:
-    """Return whether one of some engines decodes the output from its latent, without expanding it."""
-    return plan.container.is_absorbable and any(engine != "transformers" for engine in engines)
+def rebuilt(plan: Plan, engines: Collection[str]) -> int:
+    """Return the elements of keys and values that one layer rebuilds per cached token.
+
+    It is 0 where one of the engines decodes from the latent, without expanding it.
+    """
+    absorbs = plan.container.is_absorbable and any(engine != "transformers" for engine in engines)
+    return 0 if absorbs else plan.container.rebuilt
 
 
 def _kept(source: Source, context: int) -> list[int]:
@@ -141,13 +154,7 @@ def held(plan: Plan, ranks: Ranks = ALONE) -> int:
 
 
 def token_bytes(plan: Plan, ranks: Ranks = ALONE, kind: CacheDtype | None = None) -> float:
-    """Return the bytes per token and layer that one rank holds of an output's cache.
-
-    Args:
-        plan: the output.
-        ranks: that serve it.
-        kind: the number format of the cache, whose scales are counted; None: the output's dtype.
-    """
+    """Return the bytes per token and layer that one rank holds of an output's cache, with scales."""
     elements = held(plan, ranks)
     if kind is None:
         return elements * plan.dtype.itemsize
@@ -158,53 +165,19 @@ def token_bytes(plan: Plan, ranks: Ranks = ALONE, kind: CacheDtype | None = None
     return elements / row * kind.bytes(row)
 
 
-def _expanded(plan: Plan, absorbed: bool) -> int:
-    """Return the elements of keys and values that one layer rebuilds per cached token.
-
-    It is 0 where it computes in the latent.
-    """
-    if absorbed and plan.container.is_absorbable:
-        return 0
-    return plan.container.rebuilt
-
-
-def _costs(plan: Plan, absorbed: bool) -> costs.Costs:
+def _costs(plan: Plan, *, is_absorbed: bool) -> costs.Costs:
     geometry, target = plan.source.geometry, plan.target
-    hidden = geometry.hidden_size
-    heads = geometry.num_attention_heads
-    width = geometry.head_dim
+    hidden, heads, width = geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim
     if isinstance(target, GroupedTarget):
         return costs.multi_head(hidden, heads, target.num_key_value_heads, width)
+    rank, queries = target.kv_lora_rank, target.q_lora_rank
     if target.rope == "intact":
-        return costs.intact(
-            hidden, heads, geometry.num_key_value_heads, width, target.kv_lora_rank, target.q_lora_rank
-        )
+        return costs.intact(hidden, heads, geometry.num_key_value_heads, width, rank, queries)
     rank, rope = plan.container.cached
     nope, value = plan.container.heads
-    return costs.latent(
-        hidden,
-        heads,
-        rank,
-        target.q_lora_rank,
-        nope=nope,
-        rope=rope,
-        value=value,
-        absorbed=_expanded(plan, absorbed) == 0,
-    )
+    return costs.latent(hidden, heads, rank, queries, nope=nope, rope=rope, value=value, absorbed=is_absorbed)
 
 
-def _read_weights(plan: Plan) -> int:
-    """Return the bytes of the weights that a step reads.
-
-    Of the input embeddings it reads only a row.
-    """
-    source = plan.source
-    shape = source.checkpoint.spec(source.family.prefix + source.family.embedding).shape
-    tables = [spec.nbytes for spec in plan.specs.values() if spec.shape == shape]
-    read = sum(spec.nbytes for spec in plan.specs.values())
-    return read - tables[0] if len(tables) > 1 else read  # a tied table is the head too
-
-
-def parameters(plan: Plan) -> int:
-    """Return the number of elements in all tensors of the output."""
-    return sum(math.prod(spec.shape) for spec in plan.specs.values())
+def parameters(specs: Iterable[TensorSpec]) -> int:
+    """Return the number of elements in all tensors of an output."""
+    return sum(math.prod(spec.shape) for spec in specs)

@@ -73,14 +73,7 @@ def check_picture(file: Path) -> None:
 
 
 def draw(points: Sequence[LossPoint], unit: str, title: str, file: Path) -> None:
-    """Write a PNG with a line for each kind of target.
-
-    Args:
-        points: of `points_of`.
-        unit: of the losses.
-        title: above the picture.
-        file: appears only when whole.
-    """
+    """Write a PNG with a line for each kind of target; the file appears only when whole."""
     from matplotlib.figure import Figure  # without pyplot, which would look for a display
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -95,11 +88,8 @@ def draw(points: Sequence[LossPoint], unit: str, title: str, file: Path) -> None
     shares = [0.5**power for power in range(8) if any(point.share <= 1.01 * 0.5**power for point in points)]
     axes.set_xticks(shares, [f"{100 * share:.3g} %" for share in shares])
     axes.set_xlabel("cache, share of the source's")
-    axes.set_ylabel(
-        "predicted loss, nats per token"
-        if unit == NATS
-        else "predicted error of attention's output (weights only)"
-    )
+    by_weights = "predicted error of attention's output (weights only)"
+    axes.set_ylabel("predicted loss, nats per token" if unit == NATS else by_weights)
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -54,13 +54,10 @@ class PredictedLosses:
     known: dict[Any, Losses] = field(default_factory=dict)
 
     def of(self, plan: Plan, kind: CacheDtype | None = None) -> float | None:
-        """Return the loss of a plan; None where it cannot be measured.
+        """Return the loss of a plan, with its cache in one of `kinds`; None where it cannot be measured.
 
-        It is in nats per token where the plan has statistics, else a share.
-
-        Args:
-            plan: its `refine` says what is predicted: the closed form, or what refinement leaves.
-            kind: the number format of the cache, one of `kinds`; None: the numbers as they are computed.
+        It is in nats per token where the plan has statistics, else a share. The plan's `refine` says what is
+        predicted: the closed form, or what refinement leaves.
         """
         if plan.statistics is None or plan.latent_norm == "linear":
             plan = replace(plan, latent_norm=None)  # a linear norm computes what none does

@@ -1,46 +1,26 @@
 """Candidates at a context, batch and memory, ranked by predicted loss or by what decoding moves."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import format_refusal
-from ..convert.decide.per_rank import Ranks, source_elements
+from ..convert.decide.per_rank import source_elements
 from ..convert.decide.plan import Plan
 from ..core.cache_dtypes import CacheDtype
 from ..core.console import progress
 from ..core.errors import InvalidInput
 from .candidates import Candidate
-from .demand import ALONE, Decoding, Demand, absorbs, decoding, demand, held, parameters, token_bytes
+from .demand import Bounds, Decoding, Demand, decoding, demand, held, parameters, token_bytes
 from .prediction import NATS, SHARE, PredictedLosses
 
 # By slots that statistics choose, and by uniform ones (CHANGELOG.md).
 _SLOTS = "0.128 instead of 0.175 nats, story-1m-gqa at 25%"
 _MOST = 2**40  # tokens or sequences that a search goes up to
 Goal = Literal["quality", "speed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """The limits that a target must fit.
-
-    Attributes:
-        context: tokens of a sequence.
-        batch: sequences at once.
-        memory: bytes for weights, cache and activations, of each rank; None: any.
-        ranks: that serve the model.
-    """
-
-    context: int
-    batch: int
-    memory: int | None
-    ranks: Ranks = ALONE
-
-    def hold(self, needed: Demand) -> bool:
-        """Return whether a demand is within the memory."""
-        return self.memory is None or needed.total <= self.memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +73,7 @@ class Row:
             "engines": dict(one.engines),
             "cache": {**cache["after"], **self._stored(), "share": cache["ratio"]},
             "rank": {"elements_per_token_per_layer": self.held, "saves": self.saves},
-            "parameters": parameters(one.plan) + one.other_elements,
+            "parameters": parameters([*one.plan.specs.values(), *one.others]),
             "memory": {**asdict(self.demand), "total": self.demand.total},
             "fits": self.fits,
             "predicted_loss": self.loss,
@@ -156,19 +136,14 @@ class Advice:
 def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) -> Row:
     """Evaluate a candidate at given bounds, in the best engine that runs it, without a prediction.
 
-    Args:
-        candidate: the target.
-        bounds: the limits.
-        kind: the number format of its cache; None: the output's dtype.
+    `kind` is the number format of its cache; None: the output's dtype.
     """
     plan, ranks, geometry = candidate.plan, bounds.ranks, candidate.plan.source.geometry
-    needed, absorbed = _needed(candidate, bounds, kind), absorbs(plan, candidate.served_by)
-    cost = decoding(plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
-    itemsize = plan.dtype.itemsize
+    needed, itemsize = _needed(candidate, bounds, kind), plan.dtype.itemsize
     return Row(
         candidate=candidate,
         demand=needed,
-        decoding=cost,
+        decoding=decoding(plan, bounds, candidate.served_by, kind),
         fits=bounds.hold(needed),
         held=held(plan, ranks),
         saves=token_bytes(plan, ranks, kind) < source_elements(geometry, ranks) * itemsize,
@@ -179,21 +154,15 @@ def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) 
 
 def _needed(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None) -> Demand:
     """Return the memory that a candidate takes of each rank, with the tensors around its text tower."""
-    absorbed, ranks = absorbs(candidate.plan, candidate.served_by), bounds.ranks
-    needed = demand(candidate.plan, bounds.context, bounds.batch, absorbed=absorbed, ranks=ranks, kind=kind)
-    return replace(needed, weights=needed.weights + candidate.other_bytes // ranks.tensor)
+    needed = demand(candidate.plan, bounds, candidate.served_by, kind)
+    others = sum(spec.nbytes for spec in candidate.others)
+    return replace(needed, weights=needed.weights + others // bounds.ranks.tensor)
 
 
 def place_all(
     candidates: Sequence[Candidate], kinds: Sequence[CacheDtype], bounds: Bounds, engines: Sequence[str]
 ) -> list[Row]:
-    """Evaluate candidates with their caches in each format that the engines store.
-
-    Args:
-        candidates: the targets.
-        kinds: number formats; none: the outputs' dtype.
-        bounds: the limits.
-        engines: that must store the cache so.
+    """Evaluate candidates with their caches in each format that the engines store; none: the outputs' dtype.
 
     Raises:
         InvalidInput: they store no candidate's cache in any of the formats.
@@ -215,13 +184,9 @@ def place_all(
 def predict_rows(
     rows: Sequence[Row], bounds: Bounds, statistics: Statistics | None, *, every: bool = False
 ) -> list[Row]:
-    """Predict the losses of rows: of those that fit, or of all.
+    """Predict the losses of rows that fit, or of every row.
 
-    Args:
-        rows: of `place`.
-        bounds: theirs.
-        statistics: of the source; by them plans are made anew. None: by weights alone.
-        every: also those that do not fit.
+    Plans are made anew by the statistics; None: losses are predicted by weights alone.
     """
     kinds = {row.kind.name: row.kind for row in rows if row.kind is not None}
     known = PredictedLosses(tuple(kinds.values()))
@@ -238,31 +203,20 @@ def predict_rows(
 
 
 def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, calibrated: bool) -> Advice:
-    """Order rows by a goal.
+    """Order rows, which are predicted where they fit, by a goal.
 
-    Args:
-        rows: predicted where they fit.
-        bounds: theirs.
-        goal: `quality`, the least predicted loss; `speed`, the least bytes per decoded token of those within
-            the tolerance.
-        tolerance: in the unit of the losses.
-        calibrated: whether that is nats.
+    It is `quality`, the least predicted loss, or `speed`, the least bytes per decoded token of those within
+    the tolerance. That is in nats if `calibrated`, as the losses are.
     """
-
-    def is_within(row: Row) -> bool:
-        return row.loss is not None and row.loss <= tolerance
-
     unit = NATS if calibrated else SHARE
     fitting = sorted((row for row in rows if row.fits), key=_by_loss)
     others = [row for row in rows if not row.fits]
-    reason = None
-    if fitting:
-        within = list(filter(is_within, fitting))
-        if goal == "speed" and within:
-            beyond = [row for row in fitting if not is_within(row)]
-            within.sort(key=lambda row: (not row.saves, row.decoding.bytes, *_by_loss(row)))
-            fitting = [*within, *beyond]
-        reason = _reason(fitting, within, goal, tolerance, unit)
+    within = [row for row in fitting if row.loss is not None and row.loss <= tolerance]
+    if goal == "speed":
+        beyond = [row for row in fitting if row not in within]
+        within.sort(key=lambda row: (not row.saves, row.decoding.bytes, *_by_loss(row)))
+        fitting = [*within, *beyond]
+    reason = _reason(fitting, within, goal, tolerance, unit) if fitting else None
     return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
 
 
@@ -273,16 +227,13 @@ def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, bool, int]:
     (`_SLOTS`), no code of its own, and fewer bytes moved. A target of which a rank holds no less than of the
     source comes after all others.
     """
-    kept = -row.share
-    loss = row.loss or 0.0
-    own_code = row.candidate.container == "remote"
     return (
         not row.saves,
         row.loss is None,
-        loss,
-        kept if row.loss is None else 0.0,
+        row.loss or 0.0,
+        -row.share if row.loss is None else 0.0,
         not row.candidate.allocates,
-        own_code,
+        row.candidate.container == "remote",
         row.decoding.bytes,
     )
 
@@ -326,14 +277,10 @@ def compare(chosen: Row, other: Row) -> str:
 
 
 def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
-    """Return what would have to change where nothing fits.
+    """Return what would have to change where none of some rows fits.
 
     That is the least memory that suffices, and the longest context and largest batch that the given memory
     holds.
-
-    Args:
-        rows: at least one.
-        bounds: which no row fits; `memory` is set.
 
     Returns:
         `label` of the row that needs least, and `memory`; `context` and `batch`, None where not even one
@@ -341,13 +288,17 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
     """
     least = min(rows, key=lambda row: row.demand.total)
 
-    def largest(change: Callable[[int], Bounds]) -> tuple[int | None, str | None]:
-        sizes = [(_largest(row, change), row.name) for row in rows]
+    def largest(name: str) -> tuple[int | None, str | None]:
+        def fails(row: Row, size: int) -> bool:
+            changed = replace(bounds, **{name: size})
+            return not changed.hold(_needed(row.candidate, changed, row.kind))
+
+        # As many sizes from 1 on fit.
+        sizes = [(bisect_left(range(1, _MOST), True, key=partial(fails, row)), row.name) for row in rows]
         most, label = max(sizes, key=lambda size: size[0])
         return (most, label) if most else (None, None)
 
-    context, with_context = largest(lambda size: replace(bounds, context=size))
-    batch, with_batch = largest(lambda size: replace(bounds, batch=size))
+    (context, with_context), (batch, with_batch) = largest("context"), largest("batch")
     return {
         "label": least.name,
         "memory": least.demand.total,
@@ -356,13 +307,3 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
         "batch": batch,
         "batch_label": with_batch,
     }
-
-
-def _largest(row: Row, change: Callable[[int], Bounds]) -> int:
-    """Return the largest size for which a row fits; 0 for none."""
-
-    def fails(size: int) -> bool:
-        bounds = change(size)
-        return not bounds.hold(_needed(row.candidate, bounds, row.kind))
-
-    return bisect_left(range(1, _MOST), True, key=fails)  # as many sizes from 1 on fit

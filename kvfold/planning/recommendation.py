@@ -13,10 +13,10 @@ from ..convert.decide.per_rank import Ranks, source_elements
 from ..convert.families.source import Source, open_source
 from ..convert.formats.serving_widths import PROFILES
 from ..convert.request import FoldRequest
-from ..convert.towers.outlook import tower_report
-from ..convert.towers.tower import check_text_only, find_tower
+from ..convert.towers.tower import tower_of
+from ..convert.towers.tower_targets import tower_report
 from ..convert.towers.view import tower_source
-from ..convert.towers.whole_output import Surroundings
+from ..convert.towers.whole_checkpoint import other_specs
 from ..core.cache_dtypes import CacheDtype, cache_dtype
 from ..core.console import notice
 from ..core.disk import check_outside
@@ -25,11 +25,12 @@ from ..core.grid import Grid, Tabular
 from ..core.hub import resolve
 from ..core.units import read_share, show_bytes
 from ..engines.rules.output_kinds import takes_any_width
-from .candidates import SHARES, Candidate, check_alike, find_candidates, plan_source
+from .candidates import SHARES, Candidate, Surroundings, find_candidates, plan_source
+from .demand import Bounds
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
-from .ranking import Advice, Bounds, Row, compare, place, place_all, predict_rows, rank, what_would_fit
+from .ranking import Advice, Row, compare, place, place_all, predict_rows, rank, what_would_fit
 from .request import PlanRequest
 
 __all__ = ["Candidates", "PlanRequest", "recommend"]
@@ -72,11 +73,7 @@ class Candidates(Tabular):
         return len(self.rows)
 
     def grid(self, *, every: bool = False) -> Grid:
-        """Return the candidates as a table, with the source in its last line.
-
-        Args:
-            every: also those that do not fit.
-        """
+        """Return the candidates that fit, or all, as a table with the source in its last line."""
         report = self.report
         shown, count = report["candidates"] if every else self.rows, len(report["candidates"])
         limit = "any memory" if report["memory"] is None else show_bytes(report["memory"])
@@ -154,78 +151,72 @@ def recommend(request: PlanRequest) -> Candidates:
         check_picture(request.png)
     directory = resolve(request.model, request.revision)
     check_outside({"--save-statistics": request.save_statistics, "--png": request.png}, [directory])
-    tower = find_tower(directory)
+    tower = tower_of(directory, request.model, text_only=request.text_only)
     if tower is None:
-        check_text_only(str(request.model), text_only=request.text_only)
         return _recommend(open_source(directory), request)
     with tower_source(tower) as source:
-        found = _recommend(source, request, None if request.text_only else Surroundings.of(tower))
+        inside = None if request.text_only else Surroundings(tower, other_specs(tower))
+        found = _recommend(source, request, inside)
         around = tower_report(tower, in_place=not request.text_only)
         return replace(found, report={**found.report, "source": str(directory), "tower": around})
 
 
 def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None = None) -> Candidates:
-    """Return the targets of a source that is open, ranked.
-
-    Args:
-        source: the checkpoint.
-        request: what the user asked for.
-        inside: the text tower that the source is, with its surroundings, where it stays in its multimodal
-            checkpoint.
-    """
+    """Return the targets of a source that is open, ranked; `inside` is that of `Candidate`."""
     wants_curve = request.curve or request.png is not None
     kinds = tuple(cache_dtype(name) for name in dict.fromkeys(request.cache_dtypes))
     for share in request.budgets or ():
         read_share(share, "--budgets")
     shares = request.budgets or (CURVE_SHARES if wants_curve else SHARES)
-    check_alike(source)
+    if source.family.unlike:
+        raise InvalidInput(
+            f"kvfold plan compares layers of one size, and those of {source.family.label} differ; "
+            "`kvfold convert --to gqa --kv-heads N --dry-run` shows the cache of one target by kind of layer"
+        )
     ranks = Ranks(tensor=request.tp, context=request.dcp)
     ranks.check(source.geometry)
     if not request.engines or not all(takes_any_width(one, everywhere=False) for one in request.engines):
         _tell_small(source)
-    candidates, refused = _find(source, shares, request, inside)
-    context = request.context or min(_CONTEXT, source.positions)
-    bounds = Bounds(context=context, batch=request.batch, memory=request.memory, ranks=ranks)
-    rows = place_all(candidates, kinds, bounds, request.engines)
-    statistics = None
-    if wants_curve or request.save_statistics is not None or any(row.fits for row in rows):
-        statistics = _study(source, request)
-    else:
-        read_saved(source, request.calibration, None)  # a wrong name is one also where nothing fits
-    rows = predict_rows(rows, bounds, statistics, every=wants_curve)
-    advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
-    unchanged = plan_source(source, inside)
-    report = _report(source, advice, refused, request, statistics, unchanged)
-    report |= _stored(unchanged, bounds, kinds, statistics)
-    if kinds:
-        _mark_front([*report["candidates"], *report["source_stored"]])
-        _tell_source(report)
-    if wants_curve:
-        report["curve"] = _curve(rows, advice.unit, request)
-    _warn(source, request)
-    _tell_ranks(source, rows, ranks)
-    return Candidates(report, bounds)
-
-
-def _find(
-    source: Source, shares: tuple[str, ...], request: PlanRequest, inside: Surroundings | None
-) -> tuple[list[Candidate], dict[str, str]]:
-    engine = ",".join(request.engines) if request.engines else None
-    candidates, refused = find_candidates(source, shares, engine, inside=inside)
+    candidates, refused = find_candidates(source, shares, request.engines, inside=inside)
     if not candidates:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in refused.items())
         raise InvalidInput(
             f"there is no target with a smaller cache for this source: "
             f"{reasons or 'it has one key/value head'}"
         )
-    return candidates, refused
-
-
-def _study(source: Source, request: PlanRequest) -> Statistics | None:
-    names = ("sequences", "length", "seed", "layerwise")
-    how: dict[str, Any] = {name: getattr(request, name) for name in names}
-    taken = study(source, request.calibration, save=request.save_statistics, **how)
-    return at_context(source, taken, None)  # once, and not for the plan of each candidate
+    context = request.context or min(_CONTEXT, source.positions)
+    bounds = Bounds(context=context, batch=request.batch, memory=request.memory, ranks=ranks)
+    rows = place_all(candidates, kinds, bounds, request.engines)
+    statistics = None
+    if wants_curve or request.save_statistics is not None or any(row.fits for row in rows):
+        names = ("sequences", "length", "seed", "layerwise")
+        how: dict[str, Any] = {name: getattr(request, name) for name in names}
+        taken = study(source, request.calibration, save=request.save_statistics, **how)
+        statistics = at_context(source, taken, None)  # once, and not for the plan of each candidate
+    else:
+        read_saved(source, request.calibration, None)  # a wrong name is one also where nothing fits
+    rows = predict_rows(rows, bounds, statistics, every=wants_curve)
+    advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
+    unchanged = plan_source(source, inside)
+    report = _report(source, advice, refused, request, statistics, unchanged)
+    report["cache_dtypes"] = [kind.name for kind in kinds]
+    report["source_stored"] = _stored(unchanged, bounds, kinds, statistics)
+    if kinds:
+        _mark_front([*report["candidates"], *report["source_stored"]])
+        _tell_source(report)
+    if wants_curve:
+        report["curve"] = _curve(rows, advice.unit, request)
+    if request.context is not None and request.context > source.positions:
+        notice(
+            f"--context {request.context} exceeds the source's max_position_embeddings, {source.positions}"
+        )
+    if request.calibration == "none":
+        notice(
+            "losses are predicted from the weights alone; --calibration self or saved statistics rank far "
+            "better"
+        )
+    _tell_ranks(source, rows, ranks)
+    return Candidates(report, bounds)
 
 
 def _command(row: Row, request: PlanRequest) -> str:
@@ -265,6 +256,22 @@ def _report(
     if statistics is not None:
         unit = "nats per token, before refinement"
         calibration = {"text": statistics.calibration, "tokens": statistics.tokens}
+    said = None
+    if chosen is not None:
+        alternative = None
+        if other is not None:
+            alternative = {
+                "label": other.name,
+                "reason": compare(chosen, other),
+                "command": _command(other, request),
+            }
+        said = {
+            "label": chosen.name,
+            "reason": advice.reason,
+            "command": _command(chosen, request),
+            "fold": cost_by_default(chosen.asked, request.sequences).to_dict(),
+            "alternative": alternative,
+        }
     return {
         "source": str(source.checkpoint.directory),
         "family": source.family.label,
@@ -279,38 +286,23 @@ def _report(
         "unchanged": own,
         "candidates": [{**row.to_dict(), "command": _command(row, request)} for row in advice.rows],
         "refused": refused,
-        "chosen": None
-        if chosen is None
-        else {
-            "label": chosen.name,
-            "reason": advice.reason,
-            "command": _command(chosen, request),
-            "fold": cost_by_default(chosen.asked, request.sequences).to_dict(),
-            "alternative": None
-            if other is None
-            else {
-                "label": other.name,
-                "reason": compare(chosen, other),
-                "command": _command(other, request),
-            },
-        },
+        "chosen": said,
         "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
     }
 
 
 def _stored(
     unchanged: Candidate | None, bounds: Bounds, kinds: Sequence[CacheDtype], statistics: Statistics | None
-) -> dict[str, Any]:
-    """Return the formats, and the source itself with its cache in each, as rows of the report."""
-    names = [kind.name for kind in kinds]
+) -> list[dict[str, Any]]:
+    """Return the source itself with its cache in each format, as rows of the report."""
     if unchanged is None:
-        return {"cache_dtypes": names, "source_stored": []}
+        return []
     own = unchanged if statistics is None else unchanged.with_statistics(statistics)
     rows = []
     for kind in kinds:
         row = replace(place(own, bounds, kind), loss=source_loss(own.plan, kind))
         rows.append({**row.to_dict(), "label": f"(the source, {kind.name})"})
-    return {"cache_dtypes": names, "source_stored": rows}
+    return rows
 
 
 def _mark_front(rows: Sequence[dict[str, Any]]) -> None:
@@ -353,32 +345,17 @@ def _curve(rows: list[Row], unit: str, request: PlanRequest) -> list[dict[str, A
     return [asdict(point) for point in points]
 
 
-def _warn(source: Source, request: PlanRequest) -> None:
-    if request.context is not None and request.context > source.positions:
-        notice(
-            f"--context {request.context} exceeds the source's max_position_embeddings, {source.positions}"
-        )
-    if request.calibration == "none":
-        notice(
-            "losses are predicted from the weights alone; --calibration self or saved statistics rank far "
-            "better"
-        )
-
-
 def _tell_small(source: Source) -> None:
     """Say that a source's cache is too small for latent attention in engines that serve."""
     size = source.geometry.cache_elements
     too_wide = [profile for profile in PROFILES if profile.cached >= size]
     if too_wide:
         words = " and ".join(f"{profile} ({profile.cached})" for profile in too_wide)
-        which = (
-            "MLA for serving saves nothing"
-            if len(too_wide) == len(PROFILES)
-            else f"MLA at {words} saves nothing"
-        )
+        which = "MLA for serving" if len(too_wide) == len(PROFILES) else f"MLA at {words}"
+        sizes = " or ".join(str(profile.cached) for profile in PROFILES)
         notice(
-            f"{which} here: the source caches {size} elements per token and layer, and the latents that "
-            f"vLLM and SGLang serve take {' or '.join(f'{profile.cached}' for profile in PROFILES)}"
+            f"{which} saves nothing here: the source caches {size} elements per token and layer, and the "
+            f"latents that vLLM and SGLang serve take {sizes}"
         )
 
 

@@ -17,9 +17,9 @@ from kvfold.checkpoints.shards import INDEX
 from kvfold.convert.calibration import study
 from kvfold.convert.cli import main
 
+from ..support.folds import MLA, convert
 from ..support.tiny import make
 
-MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", "--calibration", "none")
 STOCK = (*MLA, "--container", "stock")
 
 
@@ -28,24 +28,25 @@ def edit_config(source: Path, **changes: Any) -> None:
     (source / "config.json").write_text(json.dumps(config | changes))
 
 
-def lengthen(source: Path) -> None:
-    file = source / "model.safetensors"
-    file.write_bytes(file.read_bytes() + bytes(10))
+def bytes_as(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a damage of the bytes of the weights."""
+
+    def damage(source: Path) -> None:
+        file = source / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
 
 
-def point(source: Path) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4096\n"
-    (source / "model.safetensors").write_text(pointer)
+def tensors_as(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Return a damage of the tensors, which are changed in place."""
 
+    def damage(source: Path) -> None:
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
 
-def truncate(source: Path) -> None:
-    path = source / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def break_header(source: Path) -> None:
-    path = source / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", 20) + b"{ this is no header }" + path.read_bytes())
+    return damage
 
 
 def add_mlp_biases(source: Path) -> None:
@@ -62,186 +63,135 @@ def pickle_only(source: Path) -> None:
 
 
 def drop(name: str) -> Callable[[Path], None]:
-    def without(source: Path) -> None:
-        tensors = load_file(source / "model.safetensors")
-        del tensors[name]
-        save_file(tensors, source / "model.safetensors", {"format": "pt"})
-
-    return without
-
-
-def quantise(source: Path) -> None:
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-
-
-def nothing(source: Path) -> None:
-    pass
+    return tensors_as(lambda tensors: tensors.pop(name))
 
 
 def config_with(**changes: Any) -> Callable[[Path], None]:
     return lambda source: edit_config(source, **changes)
 
 
-# name -> (what is done to a good source, options, a part of the sentence)
-CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
-    "unknown target": (nothing, ("--to", "mlaa"), "'mlaa' is not one of 'gqa', 'mqa', 'mla'"),
-    "heads that do not divide": (
-        nothing,
-        ("--to", "gqa", "--kv-heads", "3"),
-        "8 key/value heads do not fold into 3; ",
-    ),
-    "heads listed": (nothing, ("--to", "gqa", "--kv-heads", "16"), "choose from 1, 2, 4, 8"),
-    "no heads": (
-        nothing,
-        ("--to", "gqa"),
-        "takes either --kv-heads N or --kv-budget SHARE, and neither is given",
-    ),
-    "rank too large": (nothing, ("--to", "mla", "--rank", "125", "--rope-dim", "4"), "ranks from 1 to 123"),
-    "rank no number": (nothing, ("--to", "mla", "--rank", "half"), "it should be a whole number or 'full'"),
-    "rank of other digits": (
-        nothing,
-        ("--to", "mla", "--rank", "²", "--engine", "vllm"),
-        "--rank is '²'; it should be a whole number",
-    ),
-    "rank of many digits": (
-        nothing,
-        ("--to", "mla", "--rank", "9" * 5000),
-        "it should be a whole number or 'full'",
-    ),
-    "rank zero": (nothing, ("--to", "mla", "--rank", "0"), "--rank 0 does not fit"),
-    "no rank": (
-        nothing,
-        ("--to", "mla"),
-        "takes either --rank N (or --rank full) or --kv-budget SHARE, and neither is given",
-    ),
-    "two sizes": (
-        nothing,
-        ("--to", "mla", "--rank", "4", "--kv-budget", "25%"),
-        "or --kv-budget SHARE, not both",
-    ),
-    "rank of gqa": (nothing, ("--to", "gqa", "--rank", "4"), "--rank does not apply to --to gqa"),
-    "size of mqa": (nothing, ("--to", "mqa", "--kv-heads", "2"), "--kv-heads does not apply to --to mqa"),
-    "odd rope": (
-        nothing,
-        ("--to", "mla", "--rank", "9", "--rope-dim", "3"),
-        "choose an even number from 2 to 64",
-    ),
-    "rope with full": (nothing, ("--to", "mla", "--rank", "full", "--rope-dim", "4"), "leave --rope-dim out"),
-    "budget below minimum": (
-        nothing,
-        ("--to", "gqa", "--kv-budget", "5%"),
-        "below one key/value head, which takes 16",
-    ),
-    "budget below rope": (nothing, ("--to", "mla", "--kv-budget", "1%"), "leaves no room for a latent"),
-    "budget no share": (nothing, ("--to", "mla", "--kv-budget", "lots"), "write for example 25% or 0.25"),
-    "budget over all": (
-        nothing,
-        ("--to", "mla", "--kv-budget", "120%"),
-        "is not a share of the source's cache",
-    ),
-    "method of another target": (nothing, (*MLA, "--method", "mean"), "choose from subspace"),
-    "shard size": (nothing, (*MLA, "--shard-size", "many"), "it should be a size, for example 500MB or 5GB"),
-    "no config": (lambda source: (source / "config.json").unlink(), MLA, "has no config.json"),
-    "config no JSON": (
-        lambda source: (source / "config.json").write_text("{"),
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda source: (source / name).unlink()
+
+
+V_PROJ = "model.layers.1.self_attn.v_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4096\n"
+MISTRAL = {"model_type": "mistral", "architectures": None}
+NEITHER = "and neither is given"
+# Options of a good source, and a part of the sentence.
+OPTIONS = [
+    ("--to mlaa", "'mlaa' is not one of 'gqa', 'mqa', 'mla'"),
+    ("--to gqa --kv-heads 3", "8 key/value heads do not fold into 3; "),
+    ("--to gqa --kv-heads 16", "choose from 1, 2, 4, 8"),
+    ("--to gqa", f"takes either --kv-heads N or --kv-budget SHARE, {NEITHER}"),
+    ("--to mla --rank 125 --rope-dim 4", "ranks from 1 to 123"),
+    ("--to mla --rank half", "it should be a whole number or 'full'"),
+    ("--to mla --rank ² --engine vllm", "--rank is '²'; it should be a whole number"),
+    (f"--to mla --rank {'9' * 5000}", "it should be a whole number or 'full'"),
+    ("--to mla --rank 0", "--rank 0 does not fit"),
+    ("--to mla", f"takes either --rank N (or --rank full) or --kv-budget SHARE, {NEITHER}"),
+    ("--to mla --rank 4 --kv-budget 25%", "or --kv-budget SHARE, not both"),
+    ("--to gqa --rank 4", "--rank does not apply to --to gqa"),
+    ("--to mqa --kv-heads 2", "--kv-heads does not apply to --to mqa"),
+    ("--to mla --rank 9 --rope-dim 3", "choose an even number from 2 to 64"),
+    ("--to mla --rank full --rope-dim 4", "leave --rope-dim out"),
+    ("--to gqa --kv-budget 5%", "below one key/value head, which takes 16"),
+    ("--to mla --kv-budget 1%", "leaves no room for a latent"),
+    ("--to mla --kv-budget lots", "write for example 25% or 0.25"),
+    ("--to mla --kv-budget 120%", "is not a share of the source's cache"),
+    ("--to mla --rank 24 --rope-dim 4 --calibration none --method mean", "choose from subspace"),
+    ("--to mla --rank 24 --shard-size many", "it should be a size, for example 500MB or 5GB"),
+    ("--to mla --rank 24 --revision main", "--revision main applies to a Hub id"),
+    ("--to mla --kv-budget 50% --q-lora-rank 33", "choose a rank from 1 to 32, or --q-lora-rank full, which"),
+    ("--to mla --kv-budget 50% --q-lora-rank 0", "--q-lora-rank 0 does not fit"),
+    ("--to mla --kv-budget 50% --q-lora-rank half", "it should be a whole number or 'full'"),
+    ("--to mla --kv-budget 50% --rope intact --q-lora-rank -1", "it should be a whole number or 'full'"),
+    ("--to mla --rank 32 --engine vllm --q-lora-rank x", "--q-lora-rank"),
+    ("--to gqa --kv-heads 4 --q-lora-rank 8", "--q-lora-rank does not apply to --to gqa"),
+    ("--to mqa --q-lora-rank 8", "--q-lora-rank does not apply to --to mqa"),
+    ("--to mla --kv-budget 50% --method svd --q-lora-rank 8", "is taken as published"),
+]
+# What is done to a good source, options, and a part of the sentence.
+DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
+    (remove("config.json"), MLA, "has no config.json"),
+    (lambda source: (source / "config.json").write_text("{"), MLA, "config.json is not JSON"),
+    (bytes_as(lambda content: content[:-100]), MLA, "is truncated: its header describes"),
+    (bytes_as(lambda content: content + bytes(10)), MLA, "is damaged: its header describes"),
+    (bytes_as(lambda _: POINTER), MLA, "model.safetensors is a pointer of Git LFS, not the weights"),
+    (
+        bytes_as(lambda content: struct.pack("<Q", 20) + b"{ this is no header }" + content),
         MLA,
-        "config.json is not JSON",
+        "the header of",
     ),
-    "truncated": (truncate, MLA, "is truncated: its header describes"),
-    "longer": (lengthen, MLA, "is damaged: its header describes"),
-    "pointer": (point, MLA, "model.safetensors is a pointer of Git LFS, not the weights"),
-    "damaged header": (break_header, MLA, "the header of"),
-    "pickle": (pickle_only, MLA, "save_pretrained("),
-    "no weights": (lambda source: (source / "model.safetensors").unlink(), MLA, "has no safetensors weights"),
-    "missing tensor": (
-        drop("model.layers.1.self_attn.v_proj.weight"),
-        MLA,
-        "has no model.layers.1.self_attn.v_proj.weight",
-    ),
-    "wrong shape": (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
-    "missing size": (
+    (pickle_only, MLA, "save_pretrained("),
+    (remove("model.safetensors"), MLA, "has no safetensors weights"),
+    (drop(V_PROJ), MLA, f"has no {V_PROJ}"),
+    (config_with(num_key_value_heads=4), MLA, "but config.json implies"),
+    (
         config_with(num_attention_heads=None),
         MLA,
         "cannot read config.json: Field 'num_attention_heads' expected int",
     ),
-    "unknown family": (
-        config_with(model_type="mamba"),
-        MLA,
-        "cannot be folded: it has no attention; see `kvfold families`",
-    ),
-    "misspelt family": (
+    (config_with(model_type="mamba"), MLA, "cannot be folded: it has no attention; see `kvfold families`"),
+    (
         config_with(model_type="lama"),
         MLA,
         "model_type 'lama' is unknown; did you mean 'llama'? Otherwise see `kvfold families`",
     ),
-    "no family": (config_with(model_type=None), MLA, "config.json has no model_type; see `kvfold families`"),
-    "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
-    "an output with own code": (config_with(model_type="kvfold"), MLA, "already has latent attention"),
-    "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
-    "quantised": (
+    (config_with(model_type=None), MLA, "config.json has no model_type; see `kvfold families`"),
+    (config_with(model_type="bert"), MLA, "is an encoder model"),
+    (config_with(model_type="kvfold"), MLA, "already has latent attention"),
+    (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
+    (
         config_with(quantization_config={"quant_method": "gptq"}),
         MLA,
         "has a quantization_config (gptq), but no quantised weight",
     ),
-    "unknown quantisation": (
+    (
         config_with(quantization_config={"quant_method": "quip"}),
         MLA,
         "quantised by 'quip', which kvfold does not read; it reads fp8, mxfp4, compressed-tensors",
     ),
-    "quantisation in words": (
+    (
         config_with(quantization_config="gptq"),
         MLA,
         "quantization_config 'gptq', where an object with one of the methods fp8",
     ),
-    "int8 weights": (quantise, MLA, "as 'I8'; kvfold folds float weights"),
-    "sliding window": (
+    (
+        tensors_as(lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)})),
+        MLA,
+        "as 'I8'; kvfold folds float weights",
+    ),
+    (
         config_with(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64),
         STOCK,
         "sliding_window 64 is shorter",
     ),
-    "mlp bias": (add_mlp_biases, STOCK, "mlp_bias is true"),
-    "default window": (
-        config_with(model_type="mistral", architectures=None, max_position_embeddings=8192),
-        STOCK,
-        "sliding_window 4096 is shorter",
-    ),
-    "text config of a text model": (
-        config_with(text_config={}),
-        MLA,
-        "text_config, which a llama does not have",
-    ),
-    "another head": (
-        config_with(architectures=["LlamaForSequenceClassification"]),
-        MLA,
-        "folds causal language models",
-    ),
-    "no final norm": (
-        drop("model.norm.weight"),
-        MLA,
-        "has no model.norm.weight, which a Llama checkpoint has",
-    ),
-    "no head": (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),
-    "heads in words": (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
-    "rope in words": (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),
-    "rope without numbers": (
+    (add_mlp_biases, STOCK, "mlp_bias is true"),
+    (config_with(**MISTRAL, max_position_embeddings=8192), STOCK, "sliding_window 4096 is shorter"),
+    (config_with(text_config={}), MLA, "text_config, which a llama does not have"),
+    (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
+    (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
+    (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),
+    (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
+    (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),
+    (
         config_with(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": None}),
         MLA,
         "rope parameters that make no frequencies",
     ),
-    "half of a head in a class that rotates all": (
+    (
         config_with(partial_rotary_factor=0.5),
         MLA,
         "partial_rotary_factor 0.5, but LlamaForCausalLM of transformers rotates whole heads",
     ),
-    "dynamic rope": (
+    (
         config_with(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         MLA,
         "rope_type dynamic has no fixed frequency table",
     ),
-    "revision of a directory": (nothing, (*MLA, "--revision", "main"), "--revision main applies to a Hub id"),
-}
+]
 
 
 @pytest.fixture(scope="module")
@@ -250,16 +200,28 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("good") / "source")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_sentence_and_nothing_written(good: Path, tmp_path: Path, case: str) -> None:
-    damage, options, sentence = CASES[case]
+def refused(source: Path, options: tuple[str, ...] | list[str]) -> str:
+    """Run a command that is refused, and return what it says."""
+    kept = sorted(source.parent.iterdir())
+    result = CliRunner().invoke(main, [str(source), *options, "--out", str(source.with_name("out"))])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert sorted(source.parent.iterdir()) == kept
+    return result.output
+
+
+@pytest.mark.parametrize(("options", "sentence"), OPTIONS)
+def test_options_that_do_not_fit_are_one_sentence(good: Path, options: str, sentence: str) -> None:
+    assert sentence in " ".join(refused(good, options.split()).split())
+
+
+@pytest.mark.parametrize(("damage", "options", "sentence"), DAMAGES)
+def test_a_damaged_source_is_one_sentence(
+    good: Path, tmp_path: Path, damage: Callable[[Path], None], options: tuple[str, ...], sentence: str
+) -> None:
     source = Path(shutil.copytree(good, tmp_path / "source"))
     damage(source)
-    result = CliRunner().invoke(main, [str(source), *options, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2, result.output
-    assert sentence in result.output
-    assert "Traceback" not in result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert sentence in refused(source, options)
 
 
 def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
@@ -267,24 +229,22 @@ def test_shards_that_disagree_with_their_index(tmp_path: Path) -> None:
     index = json.loads((source / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
 
-    def refused(sentence: str) -> None:
-        result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")])
-        assert result.exit_code == 2
-        assert sentence in result.output
-
     moved = {**index["weight_map"], "model.norm.weight": files[0]}
     (source / INDEX).write_text(json.dumps({**index, "weight_map": moved}))
-    refused("disagrees with its shards about model.norm.weight")
+    assert "disagrees with its shards about model.norm.weight" in refused(source, MLA)
     (source / INDEX).write_text("{}")
-    refused("is damaged: it has no weight_map")
+    assert "is damaged: it has no weight_map" in refused(source, MLA)
     outside = {**index["weight_map"], "model.norm.weight": "../secret.safetensors"}
     (source / INDEX).write_text(json.dumps({**index, "weight_map": outside}))
-    refused("has the shard '../secret.safetensors' for 'model.norm.weight', where the name of a file")
+    assert (
+        "has the shard '../secret.safetensors' for 'model.norm.weight', where the name of a file"
+        in refused(source, MLA)
+    )
     (source / INDEX).write_text(json.dumps(index))
     (source / files[1]).unlink()
-    refused(f"lacks the shard {files[1]}")
+    assert f"lacks the shard {files[1]}" in refused(source, MLA)
     (source / INDEX).unlink()
-    refused("safetensors files but neither model.safetensors nor")
+    assert "safetensors files but neither model.safetensors nor" in refused(source, MLA)
 
 
 def test_a_link_to_nowhere_is_one_sentence(tmp_path: Path) -> None:
@@ -292,35 +252,23 @@ def test_a_link_to_nowhere_is_one_sentence(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").symlink_to(tmp_path / "gone")
-    result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert "model.safetensors: No such file" in result.output
+    assert "model.safetensors: No such file" in refused(source, MLA)
 
 
 def test_other_safetensors_next_to_the_model_are_left_alone(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     save_file({"x": torch.zeros(1)}, source / "adapter_model.safetensors")
-    assert CliRunner().invoke(main, [str(source), *MLA, "--out", str(tmp_path / "out")]).exit_code == 0
+    assert convert(source, *MLA).exit_code == 0
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_the_budget_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
     """Rounded up, never down: what the message recommends must work."""
     source = make(tmp_path / "source", num_attention_heads=7, num_key_value_heads=7, hidden_size=28)
-    arguments = [
-        str(source),
-        "--to",
-        "gqa",
-        "--calibration",
-        "none",
-        "--out",
-        str(tmp_path / "out"),
-        "--kv-budget",
-    ]
-    refused = CliRunner().invoke(main, [*arguments, "1%"])
-    share = re.search(r"\((\S+%) of the source's cache\)", refused.output)
+    options = ("--to", "gqa", "--calibration", "none", "--kv-budget")
+    share = re.search(r"\((\S+%) of the source's cache\)", refused(source, (*options, "1%")))
     assert share is not None
-    assert CliRunner().invoke(main, [*arguments, share[1]]).exit_code == 0
+    assert convert(source, *options, share[1]).exit_code == 0
 
 
 def test_outputs_that_cannot_be(tmp_path: Path) -> None:
@@ -372,17 +320,10 @@ def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are
 
 def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
-    assert (
-        CliRunner()
-        .invoke(main, [str(source), "--to", "mqa", "--calibration", "none", "--out", str(tmp_path / "out")])
-        .exit_code
-        == 0
-    )
-    result = CliRunner().invoke(
-        main, [str(tmp_path / "out"), "--to", "mqa", "--out", str(tmp_path / "again")]
-    )
-    assert result.exit_code == 2
-    assert "already folded by kvfold" in result.output
+    assert convert(source, "--to", "mqa", "--calibration", "none").exit_code == 0
+    again = convert(tmp_path / "out", "--to", "mqa", out=tmp_path / "again")
+    assert again.exit_code == 2
+    assert "already folded by kvfold" in again.output
 
 
 def test_things_that_are_no_model(tmp_path: Path) -> None:
@@ -401,7 +342,5 @@ def test_things_that_are_no_model(tmp_path: Path) -> None:
 def test_no_more_slots_than_rotate(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     source = make(tmp_path / "source", "phi3", rope_parameters=rope)
-    options = ["--to", "mla", "--rank", "16", "--rope-dim", "8", "--calibration", "none", "--dry-run"]
-    result = CliRunner().invoke(main, [str(source), *options])
-    assert result.exit_code == 2, result.output
-    assert "2 dimensions of a head rotate" in result.output
+    options = "--to mla --rank 16 --rope-dim 8 --calibration none --dry-run"
+    assert "2 dimensions of a head rotate" in refused(source, options.split())

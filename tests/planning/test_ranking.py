@@ -25,7 +25,8 @@ from kvfold.eval.run import evaluate
 from kvfold.lab.reference import costs
 from kvfold.planning import demand as costs_of
 from kvfold.planning.candidates import Candidate, find_candidates
-from kvfold.planning.ranking import Bounds, place, predict_rows, rank
+from kvfold.planning.demand import Bounds
+from kvfold.planning.ranking import place, predict_rows, rank
 from kvfold.texts.corpus import read_text
 
 from ..support.tiny import ROPE, make
@@ -72,22 +73,23 @@ def test_a_sliding_window_bounds_the_cache(tmp_path: Path) -> None:
     source = make(tmp_path / "windows", "ministral")  # a layer with a window of 9, one without
     one = find(source=source)["GQA-2"]
     each = one.plan.cache()["after"]["bytes_per_token"] // 2
-    assert [costs_of.demand(one.plan, n, 5).cache for n in (8, 100)] == [5 * each * 16, 5 * each * 109]
+    demands = [costs_of.demand(one.plan, Bounds(context=n, batch=5)) for n in (8, 100)]
+    assert [needed.cache for needed in demands] == [5 * each * 16, 5 * each * 109]
 
 
 def test_rebuilt_keys_cost_memory_bytes_and_arithmetic() -> None:
     stock, intact = find("25%")["MLA 48+16, stock uniform"], find("25%")["MLA 64, rope intact"]
-    assert not costs_of.absorbs(stock.plan, ("transformers",))
-    assert costs_of.absorbs(stock.plan, ("transformers", "sglang"))
-    expanded, absorbed = (costs_of.decoding(stock.plan, 250, 4, absorbed=form) for form in (False, True))
+    bounds, engines = Bounds(context=250, batch=4), ("transformers", "sglang")
+    assert costs_of.rebuilt(stock.plan, ("transformers",)) > costs_of.rebuilt(stock.plan, engines) == 0
+    expanded, absorbed = (costs_of.decoding(stock.plan, bounds, each) for each in (engines[:1], engines))
     assert (expanded.form, absorbed.form) == ("expanded", "absorbed")
     # 8 heads of 16, each with un-rotated and rotary key and value, written and read, 6 layers, bfloat16.
     assert expanded.bytes - absorbed.bytes == 250 * 6 * 8 * (16 + 16 + 16) * 2 * 2
     assert expanded.attention_flops > 2 * absorbed.attention_flops
-    assert costs_of.decoding(intact.plan, 250, 4).form == "expanded"
+    assert costs_of.decoding(intact.plan, bounds).form == "expanded"
     rebuilt = (
-        costs_of.demand(intact.plan, 250, 4).activations
-        - costs_of.demand(stock.plan, 250, 4, absorbed=True).activations
+        costs_of.demand(intact.plan, bounds).activations
+        - costs_of.demand(stock.plan, bounds, engines).activations
     )
     assert rebuilt == 4 * 250 * 256 * 2
 
@@ -110,9 +112,8 @@ def test_what_runs_more_widely_at_the_same_loss_is_named() -> None:
     chosen = report(*tight)["chosen"]
     other = chosen["alternative"]
     assert (chosen["label"], other["label"]) == ("MLA 48+16, remote", "MLA 48+16, stock uniform")
-    assert other["reason"].startswith(
-        "the same cache and predicted loss in transformers, sglang, without trust"
-    )
+    said = "the same cache and predicted loss in transformers, sglang, without trust"
+    assert other["reason"].startswith(said)
     assert "--container stock --slots uniform" in other["command"]
     assert run(*tight).stdout.splitlines()[-1] == other["command"]
     assert report(*tight, "--speed", "--tolerance", "1")["chosen"]["alternative"] is None, "MQA needs none"
@@ -121,7 +122,7 @@ def test_what_runs_more_widely_at_the_same_loss_is_named() -> None:
 def test_formulas_count_the_weights_that_are_written() -> None:
     for one in find("25%").values():
         written = [spec.shape for name, spec in one.plan.layers[0].writes.items() if "norm" not in name]
-        assert costs_of._costs(one.plan, absorbed=False).total == sum(map(math.prod, written)), one.label
+        assert costs_of._costs(one.plan, is_absorbed=False).total == sum(map(math.prod, written)), one.label
     intact = costs.intact(128, 8, 8, 16, 64)
     assert intact.cache == 64
     assert intact.decode(10) - intact.decode(9) == 4 * 128 + 2 * 64 * 256
@@ -169,10 +170,8 @@ def test_what_is_chosen_fits_and_can_be_pasted(tmp_path: Path, statistics: Path)
     done = CliRunner().invoke(main, [*words[1:], "--refine", "0", "--out", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
-    assert (
-        record["cache"]["after"]["elements_per_token_per_layer"]
-        == fitting[0]["cache"]["elements_per_token_per_layer"]
-    )
+    elements = "elements_per_token_per_layer"
+    assert record["cache"]["after"][elements] == fitting[0]["cache"][elements]
     assert record["predicted_loss"] == pytest.approx(fitting[0]["predicted_loss"], rel=1e-6)
 
 
@@ -225,13 +224,9 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert report(*tight, code=3)["chosen"] is None
     lines = run(*tight).stdout.splitlines()
     assert lines[-1].startswith("Nothing fits. What would: --memory ")
-    for change in (
-        {"--memory": would["memory"]},
-        {"--batch": would["batch"]},
-        {"--context": would["context"]},
-    ):
-        option, size = next(iter(change.items()))
-        assert report(*tight, option, str(size))["chosen"], change
+    for name in ("memory", "batch", "context"):
+        option, size = f"--{name}", would[name]
+        assert report(*tight, option, str(size))["chosen"], option
         beyond = size - 1 if option == "--memory" else size + 1
         assert report(*tight, option, str(beyond), code=3)["chosen"] is None
     never = report(*few, "--memory", "1MB", code=3)["would_fit"]
@@ -248,15 +243,10 @@ def test_an_engine_leaves_what_it_runs() -> None:
 
 def test_a_wide_source_is_offered_what_engines_have_kernels_for(tmp_path: Path) -> None:
     source = make(tmp_path / "wide", hidden_size=128, head_dim=64)  # caches 1024
-    labels = {
-        row["label"]: row for row in report(str(source), "--context", "64", "--budgets", "50%")["candidates"]
-    }
-    assert (
-        labels["MLA 512+64, serving"]["engines"]["vllm"]
-        == labels["MLA 512+64, serving"]["engines"]["sglang"]
-        == ""
-    )
-    assert labels["MLA 512+64, serving"]["decode"]["form"] == "absorbed"
+    rows = report(str(source), "--context", "64", "--budgets", "50%")["candidates"]
+    row = {row["label"]: row for row in rows}["MLA 512+64, serving"]
+    assert row["engines"]["vllm"] == row["engines"]["sglang"] == ""
+    assert row["decode"]["form"] == "absorbed"
 
 
 def test_where_no_loss_can_be_predicted_the_largest_cache_is_taken(tmp_path: Path) -> None:
@@ -292,25 +282,14 @@ def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
 def test_curve_and_picture(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     picture, statistics = tmp_path / "curve.png", tmp_path_factory.mktemp("few") / "demo.safetensors"
     study(open_source(DEMO), "self", sequences=6, length=64, seed=0, save=statistics)
-    arguments = (
-        str(DEMO),
-        "--budgets",
-        "25%,12.5%",
-        "--calibration",
-        str(statistics),
-        "--curve",
-        "--png",
-        str(picture),
-    )
+    arguments = (str(DEMO), "--budgets", "25%,12.5%", "--calibration", str(statistics))
+    arguments += ("--curve", "--png", str(picture))
     found = report(*arguments, "--memory", "1MB", code=3)  # a curve needs nothing to fit
     lines: dict[str, list[dict[str, Any]]] = {}
     for point in found["curve"]:
         lines.setdefault(point["line"], []).append(point)
-    assert {line: len(points) for line, points in lines.items()} == {
-        "gqa": 3,
-        "mla decoupled": 2,
-        "mla intact": 2,
-    }
+    counts = {line: len(points) for line, points in lines.items()}
+    assert counts == {"gqa": 3, "mla decoupled": 2, "mla intact": 2}
     for points in lines.values():
         assert [p["share"] for p in points] == sorted((p["share"] for p in points), reverse=True)
         assert [p["loss"] for p in points] == sorted(p["loss"] for p in points)

@@ -53,9 +53,8 @@ def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_pat
 def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool, tmp_path: Path) -> None:
     """The budget's widths, on the default table. MLX wants a head of its own."""
     source = make(tmp_path / "source", **GOOD)
-    code, text = attempt(
-        source, tmp_path / "out", "--to", "mla", "--kv-budget", "50%", "--engine", engine, *WEIGHTS
-    )
+    words = ("--to", "mla", "--kv-budget", "50%", "--engine", engine, *WEIGHTS)
+    code, text = attempt(source, tmp_path / "out", *words)
     assert code == 0, text
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 256
@@ -82,18 +81,8 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
 def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | str, tmp_path: Path) -> None:
     """A profile where one fits, since all hardware of llama.cpp has a kernel for it; else the user's widths."""
     source = make(tmp_path / "source", **GOOD)
-    code, text = attempt(
-        source,
-        tmp_path / "out",
-        "--to",
-        "mla",
-        "--engine",
-        engine,
-        *options,
-        "--dry-run",
-        "--calibration",
-        "none",
-    )
+    words = ("--to", "mla", "--engine", engine, *options, "--dry-run", *WEIGHTS)
+    code, text = attempt(source, tmp_path / "out", *words)
     assert code == (2 if isinstance(cached, str) else 0), text
     assert (cached if isinstance(cached, str) else f" {cached} elements per token and layer") in text
 

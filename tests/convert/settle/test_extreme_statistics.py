@@ -31,7 +31,7 @@ def test_plans_by_extreme_statistics_end_in_one_sentence(
     asked = {"model": str(source), "to": "mla", "kv_budget": "50%", "calibration": str(saved)}
     with pytest.raises(InvalidInput, match=SENTENCE):
         prepare(fold_request(asked), dry_run=True)
-    candidates, _ = find_candidates(open_source(source), ("50%",), None)
+    candidates, _ = find_candidates(open_source(source), ("50%",))
     latent = next(one for one in candidates if one.kind == "mla decoupled")
     with pytest.raises(InvalidInput, match=SENTENCE):
         latent.with_statistics(extreme)

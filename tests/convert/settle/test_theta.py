@@ -18,9 +18,8 @@ from kvfold.convert.formats.serving import table, thetas
 from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.formats.stock import Stock
 from kvfold.convert.request import fold_request
-from kvfold.convert.settle import theta as of_theta
-from kvfold.convert.settle.settle import settle
-from kvfold.convert.settle.theta import settle_table
+from kvfold.convert.settle import settle as of_theta
+from kvfold.convert.settle.settle import settle, settle_table
 from kvfold.convert.write.rewrite import rewrite
 
 from ...support.tiny import make

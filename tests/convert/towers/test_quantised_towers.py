@@ -26,12 +26,15 @@ LOADED = ("fp8 blocks", "compressed fp8", "compressed int4")  # by transformers,
 
 
 def make_quantised(place: Path, kind: str, name: str) -> Path:
-    """Write a quantised checkpoint, and its twin next to it."""
+    """Return a quantised checkpoint, with its twin next to it, which is written once for each place."""
+    source = place / f"{kind} {name}"
+    if source.exists():
+        return source
     if not (place / kind).exists():
         file = make_multimodal(place / kind, kind, intermediate_size=64) / "model.safetensors"
         stored = {key: tensor.to(torch.bfloat16) for key, tensor in load_file(file).items()}
         save_file(stored, file, {"format": "pt"})
-    return quantise(place / kind, place / f"{kind} {name}", quantised_tower(name))
+    return quantise(place / kind, source, quantised_tower(name))
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +122,7 @@ def test_transformers_loads_the_output_in_its_own_class(
     kind: str, name: str, place: Path, tmp_path: Path
 ) -> None:
     """With its own readers of quantised weights; logits, with an image, are those of the dequantised fold."""
-    source = place / f"{kind} {name}"
-    if not source.exists():
-        make_quantised(place, kind, name)
+    source = make_quantised(place, kind, name)
     fold(source, tmp_path / "out")
     fold(source, tmp_path / "plain", dequantize=True)
     logits = []
@@ -137,9 +138,7 @@ def test_transformers_loads_the_output_in_its_own_class(
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq", "bitsandbytes nf4", "compressed nvfp4"])
 def test_dequantized_outputs_are_the_twins(name: str, place: Path, tmp_path: Path) -> None:
-    source = place / f"llava {name}"
-    if not source.exists():
-        make_quantised(place, "llava", name)
+    source = make_quantised(place, "llava", name)
     written = fold(source, tmp_path / "out", dequantize=True)
     twin = load_file(Path(f"{source}-twin") / "model.safetensors")  # quantised weights in float32
     folded = fold(Path(f"{source}-twin"), tmp_path / "twin", text_only=True, dtype="bfloat16")
@@ -157,9 +156,7 @@ def test_dequantized_outputs_are_the_twins(name: str, place: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed int4", "gptq"])
 def test_the_tower_alone_is_a_quantised_text_model(name: str, place: Path, tmp_path: Path) -> None:
     """Folded as the text model that it is; and put back it is the fold in its place."""
-    source = place / f"llava {name}"
-    if not source.exists():
-        make_quantised(place, "llava", name)
+    source = make_quantised(place, "llava", name)
     inside = fold(source, tmp_path / "inside")
     fold(source, tmp_path / "alone", text_only=True)
     config = json.loads((tmp_path / "alone" / "config.json").read_text())
@@ -214,9 +211,7 @@ def test_modelopt_of_the_tower_alone_is_in_its_own_files(is_in_config: bool, tmp
 
 
 def test_latent_attention_is_named_as_unconverted(place: Path, tmp_path: Path) -> None:
-    source = place / "llava fp8 blocks"
-    if not source.exists():
-        make_quantised(place, "llava", "fp8 blocks")
+    source = make_quantised(place, "llava", "fp8 blocks")
     written = fold(source, tmp_path / "out", kvfold.MLA(rank=16, rope_dim=8))
     listed = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.language_model.layers.1.self_attn.kv_b_proj" in listed["modules_to_not_convert"]
@@ -226,9 +221,7 @@ def test_latent_attention_is_named_as_unconverted(place: Path, tmp_path: Path) -
 
 def test_a_config_inside_text_config_is_read(place: Path, tmp_path: Path) -> None:
     """transformers reads both places."""
-    source = place / "llava fp8 blocks"
-    if not source.exists():
-        make_quantised(place, "llava", "fp8 blocks")
+    source = make_quantised(place, "llava", "fp8 blocks")
     nested = tmp_path / "nested"
     shutil.copytree(source, nested)
     config = json.loads((nested / "config.json").read_text())
@@ -291,9 +284,7 @@ def test_float16_stays_float16(tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_what_is_written(place: Path, tmp_path: Path) -> None:
-    source = place / "llava fp8 blocks"
-    if not source.exists():
-        make_quantised(place, "llava", "fp8 blocks")
+    source = make_quantised(place, "llava", "fp8 blocks")
     found = kvfold.plan(source, context=256)
     written = fold(source, tmp_path / "out")
     row = next(row for row in found if row["label"] == "GQA-2")

@@ -15,6 +15,7 @@ from kvfold.cli import main
 from kvfold.convert.settle import preparation
 from kvfold.core.errors import InvalidInput
 
+from ...support.folds import convert as attempted
 from ...support.tiny import make
 
 WORDS = ["--to", "gqa", "--kv-budget", "50%", "--calibration", "none", "--jobs", "1"]
@@ -81,19 +82,7 @@ def test_a_source_that_changes_while_it_is_calibrated_is_refused(
         return found
 
     monkeypatch.setattr(preparation, "study", touching)
-    words = [
-        "convert",
-        str(source),
-        "--to",
-        "gqa",
-        "--kv-budget",
-        "50%",
-        "--sequences",
-        "2",
-        "--length",
-        "16",
-    ]
-    done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out")])
+    done = attempted(source, "--to", "gqa", "--kv-budget", "50%", "--sequences", "2", "--length", "16")
     assert done.exit_code == 2, done.output
     assert "model.safetensors changed while it was read; run the same command again" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

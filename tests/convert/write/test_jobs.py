@@ -92,12 +92,6 @@ def test_memory_grows_with_the_length_but_for_bounded_scores(tmp_path: Path) -> 
     assert first == last > 3.5, "the mask of a window, whichever layers have it"
 
 
-def test_no_jobs_are_refused(tmp_path: Path) -> None:
-    result = convert(make(tmp_path / "source"), *GQA, "--jobs", "0")
-    assert result.exit_code == 2
-    assert "0 is not in the range x>=1" in result.output
-
-
 def test_the_record_has_the_hash_of_every_source_file(tmp_path: Path) -> None:
     source = make(tmp_path / "source", shard_size="20KB")
     assert convert(source, *GQA, "--jobs", "2").exit_code == 0
