@@ -4,8 +4,8 @@ Legend: attention.py; B sequences, T tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .attention import (
     IntactAttention,
     LatentAttention,
     NormedLatentAttention,
+    Tensors,
 )
 
 AnyAttention = Attention | LatentAttention | IntactAttention
@@ -28,7 +29,7 @@ Caches = Cache | tuple[Cache, ...]  # one of all that a layer caches, or one of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoring:
+class Scoring(Tensors):
     """The part of a layer that is not weights and that no fold changes: norms, and scores to weights.
 
     Attributes:
@@ -53,13 +54,6 @@ class Scoring:
     late_gain_H: Tensor | None = None
     value_norm: bool = False
     key_values: bool = False
-
-    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """Return the same in another dtype, and on another device."""
-        names = ("sinks_N", "pair_gain_F", "late_gain_H")
-        tensors: dict[str, Tensor | None] = {name: getattr(self, name) for name in names}
-        cast = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **cast)  # type: ignore[arg-type]
 
 
 PLAIN = Scoring()  # softmax over all that came before
@@ -219,15 +213,12 @@ def _fused(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, **how: Any) -> Tensor
     width, needed = v_BNTH.shape[-1], max(k_BNTH.shape[-1], v_BNTH.shape[-1])
     if v_BNTH.device.type != "cpu":
         needed += -needed % 4
-    q_BNTH, k_BNTH, v_BNTH = (_wider(rows_BNTH, needed) for rows_BNTH in (q_BNTH, k_BNTH, v_BNTH))
+    q_BNTH, k_BNTH, v_BNTH = (
+        pad(rows_BNTH, (0, needed - rows_BNTH.shape[-1])) if rows_BNTH.shape[-1] < needed else rows_BNTH
+        for rows_BNTH in (q_BNTH, k_BNTH, v_BNTH)
+    )
     mixed_BNTH: Tensor = scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, **how)
     return mixed_BNTH[..., :width]
-
-
-def _wider(rows_BNTH: Tensor, width: int) -> Tensor:
-    """Return rows with zeros behind them up to a width."""
-    lacking = width - rows_BNTH.shape[-1]
-    return pad(rows_BNTH, (0, lacking)) if lacking else rows_BNTH
 
 
 def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:

@@ -88,12 +88,9 @@ class Need:
         )
 
     def fitting_sequences(self, weights: int, wanted: int, *, loaded: bool = False) -> int:
-        """Return the number of sequences that can be written at once, at least one.
+        """Return the number of sequences, at most `wanted`, that can be written at once, at least one.
 
-        Args:
-            weights: bytes of weights in memory next to the cache.
-            wanted: the most sequences.
-            loaded: True if those weights are in memory already.
+        `weights` are bytes of weights next to the cache; `loaded`: they are in memory already.
         """
         return max(1, min(wanted, (free_bytes() - (0 if loaded else weights)) // self.cached))
 
@@ -123,11 +120,12 @@ def divided_batch(source: Source, sequences: int, length: int, layerwise: bool |
         return Need.of(source, sequences=sequences, length=length), 1
     divisors = [1 << halving for halving in range(sequences.bit_length())]
     needs = {each: Need.of(source, sequences=max(1, sequences // each), length=length) for each in divisors}
-    room = gpu_bytes()
-    sizes = [{each: need.whole for each, need in needs.items()}] if not layerwise else []
-    sizes += [{each: need.by_layer for each, need in needs.items()}] if layerwise is not False else []
-    fitting = (each for size in sizes for each in divisors if size[each] <= room)
-    divisor = next(fitting, divisors[-1])
+    room, sizes = gpu_bytes(), []
+    if not layerwise:
+        sizes.append({each: need.whole for each, need in needs.items()})
+    if layerwise is not False:
+        sizes.append({each: need.by_layer for each, need in needs.items()})
+    divisor = next((each for size in sizes for each in divisors if size[each] <= room), divisors[-1])
     return needs[divisor], divisor
 
 
@@ -185,21 +183,11 @@ def _maps(source: Source) -> int:
 
 
 def default_jobs(
-    source: Source,
-    statistics: Statistics | None,
-    *,
-    levelled: int | None = None,
-    stored: int | None = None,
+    source: Source, statistics: Statistics | None, *, levelled: int | None = None, stored: int | None = None
 ) -> int:
-    """Return the number of layers to fold at once.
+    """Return the number of layers to fold at once: one per thread of torch, if they fit in memory.
 
-    It is one per thread that torch would use, limited by the free memory.
-
-    Args:
-        source: the checkpoint.
-        statistics: of it, or None.
-        levelled: as of `fold_bytes`.
-        stored: as of `fold_bytes`.
+    The other arguments are those of `fold_bytes`.
     """
     import torch
 

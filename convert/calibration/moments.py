@@ -56,10 +56,7 @@ def _precise(rows: Tensor) -> Tensor:
 
 
 def _moment(rows_XE: Tensor) -> Tensor:
-    """Compute Σ x xᵀ over a batch's tokens.
-
-    It is symmetric: the part left of the diagonal's blocks is not computed again.
-    """
+    """Compute Σ x xᵀ over a batch's tokens; of symmetric blocks one is computed."""
     rows_XE = _precise(rows_XE)
     width = rows_XE.shape[1]
     moment_EE, step = rows_XE.new_empty(width, width), -(-width // BLOCKS)
@@ -153,9 +150,7 @@ class Sums(dict[str, Tensor]):
         for name, moment in MOMENTS.items():
             if quantity in moment.needs and self._arrived.issuperset(moment.needs):
                 self._add(name, moment.reduce(*(self.held[need] for need in moment.needs)))
-        waiting = [
-            set(moment.needs) for moment in MOMENTS.values() if not self._arrived.issuperset(moment.needs)
-        ]
+        waiting = [moment.needs for moment in MOMENTS.values() if not self._arrived.issuperset(moment.needs)]
         self.held = {
             name: kept for name, kept in self.held.items() if any(name in needs for needs in waiting)
         }

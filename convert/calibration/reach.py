@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.untrusted import read_json
 from ...texts.calibration_name import parts
-from ..algebra.rope_fields import stated_rope
+from ..algebra.rotary import stated_rope
 from ..families.layers.layer_kinds import ATTENTION
 from ..families.source import Source
 
@@ -66,11 +66,7 @@ def _stated_by_tokenizer(directory: Path) -> Any:
 def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any, positions: int) -> tuple[int, str] | None:
     """Return the position from which on a source's predictions break down, and its sign in words; or None.
 
-    Args:
-        tokens_BT: ids of text that the source wrote, int64.
-        entropy_BT: of the prediction before every token of it, nats.
-        model: a transformers causal language model in eval mode.
-        positions: the most that it takes.
+    `entropy_BT` is in nats; the other arguments are those of `breakdown`.
     """
     if _pairs(len(tokens_BT), tokens_BT.shape[1]):
         end, sign = breakdown(model, tokens_BT, positions), "it predicts text much worse"
