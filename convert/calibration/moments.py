@@ -245,9 +245,20 @@ def _hook_layer(
         yield model.get_submodule(names[role]).register_forward_hook(
             partial(_see_projection, sums, partial(split, role))
         )
-    yield model.get_submodule(names["o"]).register_forward_hook(partial(_see_output, sums))
+
+    def see_output(_: Any, inputs: Any, output_BTD: Tensor) -> None:
+        output_BTD.register_hook(partial(sums.arrive, "g_o"))
+        sums.arrive("o", output_BTD)
+
+    def see_attention(_: Any, inputs: Any, output: tuple[Any, ...]) -> None:
+        p_BNTT = output[1]
+        assert p_BNTT is not None, "attention probabilities are seen with attn_implementation='eager' only"
+        p_BNTT.register_hook(partial(sums.arrive, "g_p"))
+        sums.arrive("p", p_BNTT)
+
+    yield model.get_submodule(names["o"]).register_forward_hook(see_output)
     attention = model.get_submodule(names["o"].rpartition(".")[0])
-    yield attention.register_forward_hook(partial(_see_attention, sums))
+    yield attention.register_forward_hook(see_attention)
 
 
 def _see_projection(
@@ -260,15 +271,3 @@ def _see_projection(
     output_BTC.requires_grad_()  # in the first layer nothing else makes the graph begin
     output_BTC.register_hook(partial(arrive, "g_"))
     arrive("", output_BTC.detach())
-
-
-def _see_output(sums: Sums, _: Any, inputs: Any, output_BTD: Tensor) -> None:
-    output_BTD.register_hook(partial(sums.arrive, "g_o"))
-    sums.arrive("o", output_BTD)
-
-
-def _see_attention(sums: Sums, _: Any, inputs: Any, output: tuple[Any, ...]) -> None:
-    p_BNTT = output[1]
-    assert p_BNTT is not None, "attention probabilities are seen with attn_implementation='eager' only"
-    p_BNTT.register_hook(partial(sums.arrive, "g_p"))
-    sums.arrive("p", p_BNTT)

@@ -8,7 +8,6 @@ Statistics of such positions are of inputs that no use of the model should have.
 Legend: B sequences, T tokens, P pairs of sequences, L tokens of each sequence of a pair.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,19 +47,15 @@ def default_length(source: Source, calibration: str | None) -> int:
     usual = WRITTEN if calibration is None or parts(calibration)[0] else READ
     scaled = stated_rope(source.config)
     scaled = scaled.get(ATTENTION, scaled)
+    tokenizer = source.checkpoint.directory / "tokenizer_config.json"
     stated: list[Any] = [
         source.positions,
         source.config.get("original_max_position_embeddings"),
         scaled.get("original_max_position_embeddings"),
-        _stated_by_tokenizer(source.checkpoint.directory),
+        read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None,
     ]
     lengths = (int(value) for value in stated if isinstance(value, int | float) and value >= FIRST)
     return max(2, min(usual, source.positions, *lengths))
-
-
-def _stated_by_tokenizer(directory: Path) -> Any:
-    file = directory / "tokenizer_config.json"
-    return read_json(file).get("model_max_length") if file.is_file() else None
 
 
 def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any, positions: int) -> tuple[int, str] | None:

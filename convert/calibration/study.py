@@ -101,7 +101,13 @@ def study(
     if layerwise is None:
         layerwise = any(from_every(need.whole > free_bytes()))  # all exchange the same sums
     with together():
-        check_layerwise(source, layerwise)
+        reads_tokens = source.family.unlike and source.config.get("hidden_size_per_layer_input")
+        if layerwise and (source.folded != source.attending or reads_tokens):
+            what = "embeddings of the tokens" if reads_tokens else "keys and values of earlier ones"
+            raise InvalidInput(
+                f"layers of {source.family.label} read {what}, so that its statistics need the whole model "
+                "in memory; use more memory, or --calibration none"
+            )
         count = count_read(calibration, sequences)
         read_BT = read_text(source, text, sequences=count, length=length, seed=seed) if text else None
         asked = [
@@ -144,17 +150,6 @@ def _whole_model(checkpoint: Checkpoint) -> Any:
         model, info = from_tensors(AutoModelForCausalLM, checkpoint, **how)
     check_found(directory, info)
     return with_base(model).to(device()).eval()
-
-
-def check_layerwise(source: Source, layerwise: bool) -> None:
-    """Refuse to take statistics one layer at a time where layers read more than the one before gives."""
-    reads_tokens = source.family.unlike and source.config.get("hidden_size_per_layer_input")
-    if layerwise and (source.folded != source.attending or reads_tokens):
-        what = "embeddings of the tokens" if reads_tokens else "keys and values of earlier ones"
-        raise InvalidInput(
-            f"layers of {source.family.label} read {what}, so that its statistics need the whole model in "
-            "memory; use more memory, or --calibration none"
-        )
 
 
 def _keep(statistics: Statistics, file: Path, run: str) -> None:

@@ -47,10 +47,7 @@ def with_features(latent: LatentAttention, attention: Attention) -> NormedLatent
     return NormedLatentAttention(
         **vars(latent),
         q_NHA=attention.q_NHD,
-        k_KHD=attention.k_KHD,
-        v_KHD=attention.v_KHD,
-        q_NH=attention.q_NH,
-        k_KH=attention.k_KH,
+        **{name: getattr(attention, name) for name in ("k_KHD", "v_KHD", "q_NH", "k_KH")},
         q_norm_NH=attention.q_norm_NH,
         k_norm_KH=attention.k_norm_KH,
     )

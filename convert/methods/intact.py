@@ -22,6 +22,7 @@ from ..calibration.statistics import LayerStatistics
 from .latent import behind_values
 from .refinement import BATCH, LayerSample, fitting_device
 
+_REBUILT = {"q_NHD", "k_KHD", "v_KHD"}  # fields of a source layer that its fold has otherwise
 RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
 
 
@@ -139,19 +140,10 @@ def to_intact(
         down_CE=down_CE,
         k_up_KHC=k_up_KHC,
         v_up_KHC=v_up_KHC,
-        o_DNH=attention.o_DNH,
         k_KHD=attention.k_KHD if normed else None,
         v_KHD=attention.v_KHD if normed else None,
-        q_NH=attention.q_NH,
-        k_KH=attention.k_KH,
-        v_KH=attention.v_KH,
-        o_D=attention.o_D,
-        q_norm_NH=attention.q_norm_NH,
-        k_norm_KH=attention.k_norm_KH,
-        gate_NHD=attention.gate_NHD,
-        gate_NH=attention.gate_NH,
-        scale=attention.scale,
         spectrum=None if energy_M is None else spectrum(energy_M),
+        **{name: value for name, value in vars(attention).items() if name not in _REBUILT},
     )
 
 

@@ -95,7 +95,9 @@ def in_basis(layer: Layer, basis: CacheBasis) -> Layer:
     if isinstance(layer, LatentAttention):
         made = _latent_in_basis(layer, first_KWW[0])
     elif isinstance(layer, IntactAttention):
-        made = _rebuilt_in_basis(layer, first_KWW[0])
+        back_CC = torch.linalg.inv(first_KWW[0])
+        k_up_KHC, v_up_KHC = layer.k_up_KHC @ back_CC, layer.v_up_KHC @ back_CC
+        made = replace(layer, down_CE=first_KWW[0] @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
     else:
         made = _with_value_basis(_with_key_scales(layer, first_KWW.diagonal(0, -2, -1)), last_KWW)
     written: Layer = made
@@ -192,12 +194,6 @@ def _latent_in_basis(layer: LatentAttention, basis_WW: Tensor) -> LatentAttentio
     back_CC = torch.linalg.inv(basis_CC)
     k_up_NPC, v_up_NHC = layer.k_up_NPC @ back_CC, layer.v_up_NHC @ back_CC
     return replace(layer, down_CD=basis_CC @ layer.down_CD, k_up_NPC=k_up_NPC, v_up_NHC=v_up_NHC)
-
-
-def _rebuilt_in_basis(layer: IntactAttention, basis_CC: Tensor) -> IntactAttention:
-    back_CC = torch.linalg.inv(basis_CC)
-    k_up_KHC, v_up_KHC = layer.k_up_KHC @ back_CC, layer.v_up_KHC @ back_CC
-    return replace(layer, down_CE=basis_CC @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
 
 
 def _with_value_basis(layer: Attention, basis_KHH: Tensor) -> Attention:
