@@ -107,10 +107,9 @@ def subspace(
         )
         keys.append(half_rows(key_FE))
         readers = metric.of_queries(slice(group.start * queries, group.stop * queries))
+        slots_RE, none_CE = interleaved_rows(key_FE), k_KHE[0, :0]
         fit_NRH, _ = fit_queries(
-            *(k_KHE[group], frequencies_F),
-            *(interleaved_rows(key_FE), frequencies_F, k_KHE[0, :0]),
-            *(queries, readers),
+            k_KHE[group], frequencies_F, slots_RE, frequencies_F, none_CE, queries, readers
         )
         fits.append(torch.cat([fit_NRH[:, ::2], fit_NRH[:, 1::2]], 1))
         value_HE, map_MH, _ = low_rank(
