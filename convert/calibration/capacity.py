@@ -108,14 +108,8 @@ def divided_batch(source: Source, sequences: int, length: int, layerwise: bool |
     source writes. The size of the GPU decides, not what is free of it, so that the same command adds the same
     numbers in the same order. On a CPU a batch is small already.
 
-    Args:
-        source: the checkpoint.
-        sequences: the most in a batch.
-        length: tokens of each.
-        layerwise: whether one layer at a time is in memory; None: where the whole model does not fit.
-
-    Returns:
-        The need, and 1, 2, 4, ...: the first that lets the whole model fit, else one layer, else the last.
+    `sequences` is the most in a batch, `layerwise` as of `study.study`. The number is the first of 1, 2, 4,
+    ... that lets the whole model fit, else one layer, else the last.
     """
     if device().type == "cpu":
         return Need.of(source, sequences=sequences, length=length), 1
@@ -137,9 +131,7 @@ def fold_bytes(
     levelled: int | None = None,
     stored: int | None = None,
 ) -> int:
-    """Return an upper estimate of the bytes that folding one layer takes.
-
-    It counts the attention before and after, and the largest decomposition.
+    """Return an upper estimate of the bytes of folding one layer: its attention twice, and a decomposition.
 
     Args:
         source: the checkpoint.

@@ -129,11 +129,8 @@ def breakdown(model: Any, tokens_BT: Tensor, positions: int) -> int | None:
 def joined_lengths(sequences: int, length: int, positions: int) -> list[int]:
     """Return the lengths at which pairs of sequences are joined, at most; none where there are too few.
 
-    Args:
-        sequences: of the text.
-        length: tokens of each. Two are no longer together than `READ`, unless one is: maps of attention take
-            memory.
-        positions: of the source, which bound them too.
+    Two of `length` tokens are no longer together than `READ`, unless one is, since maps of attention take
+    memory, and no longer than the source's positions.
 
     Example:
         >>> joined_lengths(48, 256, 2048), joined_lengths(48, 256, 256), joined_lengths(4, 256, 2048)

@@ -200,16 +200,11 @@ def _with_rounded_length(
     Refinement recovers most of that rise (docs/notes/latent-norm.md); a closed form that stays one would
     not, and keeps its own.
 
-    Args:
-        its: the layer's folding and source.
-        layer: any; only a latent behind a norm has a length to choose.
-        sample: of the source's inputs.
-        steps: most steps of the search.
-        rise: the loss may rise by this share at most. Nothing recovers what is lost after refinement, and
-            tokens whose latent is nearly zero make the predicted cost of rounding as large as any number.
+    The loss may rise by the share `rise` at most: nothing recovers what is lost after refinement, and tokens
+    whose latent is nearly zero make the predicted cost of rounding as large as any number.
 
     Returns:
-        The layer, and its loss before; None where there is no length to choose.
+        The layer, and its loss before; None where there is no length: only a latent behind a norm has one.
     """
     if not isinstance(layer, LatentAttention) or isinstance(layer, NormedLatentAttention):
         return layer, None

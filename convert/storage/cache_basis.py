@@ -72,13 +72,9 @@ def caches_of(dtype: CacheDtype, basis: CacheBasis) -> tuple[Cache, ...]:
 def fit_basis(
     layer: AnyAttention, slots_S: Tensor, moments: tuple[CacheMoments, ...], dtype: CacheDtype
 ) -> CacheBasis:
-    """Return coordinates for a format in which a layer's cache can be written.
+    """Return coordinates for a format in which the cache of a folded layer, float64, can be written.
 
-    Args:
-        layer: folded, float64.
-        slots_S: angular frequencies of its slots or pairs.
-        moments: of the tensors that it caches; coordinates are fitted where they have numbers of tokens.
-        dtype: the format.
+    They are fitted where the moments have numbers of tokens. `slots_S` are frequencies of slots or pairs.
     """
     if isinstance(layer, LatentAttention):
         return _of_latent(layer, slots_S, moments[0], dtype)
@@ -222,12 +218,8 @@ def slot_mix(value_RR: Tensor, cost_RR: Tensor, slots_S: Tensor) -> Tensor:
     """Return T (R, R), float64, with T κ to be written in the place of rotated slots κ.
 
     Numbers of each frequency become as large as errors in them cost. T is zero between slots of unlike
-    frequencies.
-
-    Args:
-        value_RR: second moment of the rotated slots, interleaved, float64.
-        cost_RR: cost of errors in them, float64.
-        slots_S: angular frequency of each slot.
+    frequencies. The arguments are the second moment of the rotated slots, interleaved, the cost of errors in
+    them, float64, and the angular frequency of each slot.
     """
     mix_RR = torch.zeros_like(value_RR)
     for frequency in slots_S.unique():
