@@ -118,7 +118,7 @@ def test_heads_equal_up_to_phases_need_the_cache_of_one(biases: bool, x_TD: Tens
     MQA needs no more than one slot a frequency and a latent as wide as the values.
     """
     target = LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H)
-    for a in (layer(key_heads=1, biases=biases), turned_copies(layer(biases=biases), seed=6)):
+    for a in (layer(key_heads=1, biases=biases), turned_copies(layer(), seed=6)):
         latent = factor.to_mla(a, target, FREQUENCIES_F, OWN, weights_only(a, 64))
         torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
 
