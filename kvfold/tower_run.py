@@ -46,8 +46,8 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     from .convert.towers.view import named_as_whole
     from .convert.towers.whole_checkpoint import put_back
     from .core.work import claimed
-    from .models.expected_weights import check_multimodal
     from .engines.verify import verify_fold
+    from .models.expected_weights import check_multimodal
 
     check_request(request, tower)
     out = _out(request)

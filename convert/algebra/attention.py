@@ -20,7 +20,9 @@ from .spectrum import LatentSpectrum
 LATENT_EPSILON = 1e-6
 
 
-class _Layer:
+class Tensors:
+    """A dataclass of tensors, which move together."""
+
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
         """Return the same weights in another dtype, and on another device."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -29,7 +31,7 @@ class _Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(_Layer):
+class Attention(Tensors):
     """Multi-head or grouped-query attention: score = scale · q·k, rotary rows in the half layout.
 
     Biases are optional. Query head n reads key/value head n // (N/K). Where there are norms, they stand
@@ -55,7 +57,7 @@ class Attention(_Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(_Layer):
+class LatentAttention(Tensors):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     c = down x, k = [k_up c; k_rope x], v = v_up c. score = scale · (q_nope·k_nope + q_rope·k_rope); rotary
@@ -128,7 +130,6 @@ class LatentAttention(_Layer):
 
 
 def _filled(tensor: Tensor, dim: int, width: int) -> Tensor:
-    """Append zeros to a dimension, up to a width."""
     return pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, width - tensor.shape[dim]))
 
 
@@ -152,7 +153,7 @@ class NormedLatentAttention(LatentAttention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntactAttention(_Layer):
+class IntactAttention(Tensors):
     """Attention whose keys and values are rebuilt from a latent, keys before rotation.
 
     k = k_up c + k_KH and v = v_up c + v_KH. c = down x, with E = D; or, where k_KHD and v_KHD are kept, c =

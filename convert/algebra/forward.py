@@ -4,8 +4,8 @@ Legend: attention.py; B sequences, T tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from .attention import (
     IntactAttention,
     LatentAttention,
     NormedLatentAttention,
+    Tensors,
 )
 
 AnyAttention = Attention | LatentAttention | IntactAttention
@@ -28,7 +29,7 @@ Caches = Cache | tuple[Cache, ...]  # one of all that a layer caches, or one of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoring:
+class Scoring(Tensors):
     """The part of a layer that is not weights and that no fold changes: norms, and scores to weights.
 
     Attributes:
@@ -53,13 +54,6 @@ class Scoring:
     late_gain_H: Tensor | None = None
     value_norm: bool = False
     key_values: bool = False
-
-    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """Return the same in another dtype, and on another device."""
-        names = ("sinks_N", "pair_gain_F", "late_gain_H")
-        tensors: dict[str, Tensor | None] = {name: getattr(self, name) for name in names}
-        cast = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **cast)  # type: ignore[arg-type]
 
 
 PLAIN = Scoring()  # softmax over all that came before
@@ -115,14 +109,14 @@ def keys_and_values(
     """
     if isinstance(layer, IntactAttention) and layer.k_KHD is None:
         latent_BTC = _through(cache, input_BTD @ layer.down_CE.mT)
-        return _project(latent_BTC, layer.k_up_KHC, layer.k_KH), _project(
-            latent_BTC, layer.v_up_KHC, layer.v_KH
-        )
+        biased = (layer.k_up_KHC, layer.k_KH), (layer.v_up_KHC, layer.v_KH)
+        k_BKTH, v_BKTH = (_project(latent_BTC, *rows_and_bias) for rows_and_bias in biased)
+        return k_BKTH, v_BKTH
     assert layer.k_KHD is not None
     assert layer.v_KHD is not None
     k_BKTH = _normed(_project(input_BTD, layer.k_KHD, layer.k_KH), layer.k_norm_KH, norm_epsilon)
-    biased = None if isinstance(layer, NormedLatentAttention) else layer.v_KH
-    v_BKTH = _project(input_BTD, layer.v_KHD, biased)
+    v_KH = None if isinstance(layer, NormedLatentAttention) else layer.v_KH
+    v_BKTH = _project(input_BTD, layer.v_KHD, v_KH)
     if not isinstance(layer, IntactAttention):
         return k_BKTH, v_BKTH
     latent_BTC = _through(cache, concatenate(k_BKTH, v_BKTH) @ layer.down_CE.mT)
@@ -219,15 +213,12 @@ def _fused(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, **how: Any) -> Tensor
     width, needed = v_BNTH.shape[-1], max(k_BNTH.shape[-1], v_BNTH.shape[-1])
     if v_BNTH.device.type != "cpu":
         needed += -needed % 4
-    q_BNTH, k_BNTH, v_BNTH = (_wider(rows_BNTH, needed) for rows_BNTH in (q_BNTH, k_BNTH, v_BNTH))
+    q_BNTH, k_BNTH, v_BNTH = (
+        pad(rows_BNTH, (0, needed - rows_BNTH.shape[-1])) if rows_BNTH.shape[-1] < needed else rows_BNTH
+        for rows_BNTH in (q_BNTH, k_BNTH, v_BNTH)
+    )
     mixed_BNTH: Tensor = scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, **how)
     return mixed_BNTH[..., :width]
-
-
-def _wider(rows_BNTH: Tensor, width: int) -> Tensor:
-    """Return rows with zeros behind them up to a width."""
-    lacking = width - rows_BNTH.shape[-1]
-    return pad(rows_BNTH, (0, lacking)) if lacking else rows_BNTH
 
 
 def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:
@@ -273,21 +264,16 @@ def _latent(
             latent_BTC = latent_BTC @ torch.linalg.inv(level_CC).mT / root
     k_nope_BNTP = torch.einsum("btc,npc->bntp", latent_BTC, layer.k_up_NPC)
     v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
-    q_nope_BNTP, q_rope_BNTR = _latent_queries(layer, query_input(layer, input_BTD), epsilon)
+    query_BTA = query_input(layer, input_BTD)
+    if isinstance(layer, NormedLatentAttention):
+        q_BNTH = _normed(_project(query_BTA, layer.q_NHA, layer.q_NH), layer.q_norm_NH, epsilon)
+        q_nope_BNTP, q_rope_BNTR = q_BNTH @ layer.q_nope_NPA.mT, q_BNTH @ layer.q_rope_NRA.mT
+    else:
+        q_nope_BNTP = _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP)
+        q_rope_BNTR = _project(query_BTA, layer.q_rope_NRA, layer.q_rope_NR)
     q_rope_BNTR = _turned(q_rope_BNTR, angle_TS, interleaved=True)
     k_rope_BNTR = k_rope_BTR[:, None].expand(-1, len(layer.q_rope_NRA), -1, -1)
     return torch.cat([q_nope_BNTP, q_rope_BNTR], -1), torch.cat([k_nope_BNTP, k_rope_BNTR], -1), v_BNTH
-
-
-def _latent_queries(layer: LatentAttention, query_BTA: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the un-rotated and the rotary part of queries, before rotation."""
-    if isinstance(layer, NormedLatentAttention):
-        q_BNTH = _normed(_project(query_BTA, layer.q_NHA, layer.q_NH), layer.q_norm_NH, epsilon)
-        return q_BNTH @ layer.q_nope_NPA.mT, q_BNTH @ layer.q_rope_NRA.mT
-    return (
-        _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP),
-        _project(query_BTA, layer.q_rope_NRA, layer.q_rope_NR),
-    )
 
 
 def query_input(layer: LatentAttention | IntactAttention, input_BTD: Tensor) -> Tensor:

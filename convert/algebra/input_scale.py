@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .attention import Attention, IntactAttention, LatentAttention, NormedLatentAttention
+from .attention import Attention, IntactAttention, LatentAttention
 
 Layer = TypeVar("Layer", bound=Attention | LatentAttention | IntactAttention)
 
@@ -34,25 +34,12 @@ def channel_scales(input_EE: Tensor) -> Tensor:
 
 
 def with_channels(layer: Layer, scale_D: Tensor) -> Layer:
-    """Return the layer for an input whose channels are divided by these scales.
-
-    Args:
-        layer: any layer of attention.
-        scale_D: factor on the columns of its input projections.
-    """
-    if isinstance(layer, Attention):
-        names = ["q_NHD", "k_KHD", "v_KHD", "gate_NHD"]
-    else:
-        names = ["q_down_AD", "gate_NHD"]
-        if isinstance(layer, IntactAttention | NormedLatentAttention):
-            names += ["k_KHD", "v_KHD"]
-        if isinstance(layer, IntactAttention) and layer.k_KHD is None:
-            names += ["down_CE"]
-        if not isinstance(layer, IntactAttention | NormedLatentAttention):
-            names += ["down_CD", "k_rope_RD"]
-        if layer.q_down_AD is None:
-            has_queries = isinstance(layer, IntactAttention | NormedLatentAttention)
-            names += ["q_NHA"] if has_queries else ["q_nope_NPA", "q_rope_NRA"]
-    found = ((name, getattr(layer, name)) for name in names)
+    """Return the layer for an input whose channels are divided by these scales (D,)."""
+    names = {"q_NHD", "k_KHD", "v_KHD", "gate_NHD", "q_down_AD"}
+    if getattr(layer, "k_KHD", None) is None:  # the latent is one of the input, not of features
+        names |= {"down_CE", "down_CD", "k_rope_RD"}
+    if getattr(layer, "q_down_AD", None) is None:
+        names |= {"q_NHA"} if hasattr(layer, "q_NHA") else {"q_nope_NPA", "q_rope_NRA"}
+    found = ((name, getattr(layer, name, None)) for name in names)
     changed: dict[str, Any] = {name: rows * scale_D for name, rows in found if rows is not None}
     return replace(layer, **changed)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .attention import Attention
+from .attention import Attention, Tensors
 
 SPAN = 4096  # distances that the prior over attention distances reaches, at most
 # Exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (docs/notes/metric.md).
@@ -22,7 +22,7 @@ DECAY = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerMetric:
+class LayerMetric(Tensors):
     """One layer's metric, float64.
 
     Attributes:
@@ -38,11 +38,6 @@ class LayerMetric:
     value_BSS: Tensor
     query_NHH: Tensor
     distance_NT: Tensor
-
-    def to(self, device: torch.device) -> "LayerMetric":
-        """Return the same on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
-        return replace(self, **moved)
 
     def fidelity(self, frequency_F: Tensor) -> Tensor:
         """Return ρ(f) (N, F), each head's mean of e^(-i f Δ) over its attention distances.
@@ -78,7 +73,7 @@ class LayerMetric:
         if len(self.value_BSS) == heads:
             pair: Tensor = torch.block_diag(self.value_BSS[one], self.value_BSS[other])
             return pair
-        rows = _rows_of([one, other], self.value_BSS.shape[-1] // heads)
+        rows = rows_of([one, other], self.value_BSS.shape[-1] // heads)
         return self.value_BSS[0, rows][:, rows]
 
     def reordered(self, keys: list[int], readers: list[int]) -> "LayerMetric":
@@ -87,7 +82,7 @@ class LayerMetric:
         def moved(blocks_BSS: Tensor) -> Tensor:
             if len(blocks_BSS) == len(keys):
                 return blocks_BSS[keys]
-            rows = _rows_of(keys, blocks_BSS.shape[-1] // len(keys))
+            rows = rows_of(keys, blocks_BSS.shape[-1] // len(keys))
             return blocks_BSS[:, rows][:, :, rows]
 
         return replace(
@@ -115,7 +110,8 @@ class LayerMetric:
         return out
 
 
-def _rows_of(heads: list[int], width: int) -> Tensor:
+def rows_of(heads: list[int], width: int) -> Tensor:
+    """Return the numbers of the rows of heads of some width."""
     return torch.cat([torch.arange(head * width, (head + 1) * width) for head in heads])
 
 
@@ -159,3 +155,8 @@ def weights_only(attention: Attention, span: int) -> LayerMetric:
 def with_bias(rows_KHD: Tensor, bias_KH: Tensor | None) -> Tensor:
     """Return rows with the bias as one more column, whose input is the constant 1."""
     return rows_KHD if bias_KH is None else torch.cat([rows_KHD, bias_KH[..., None]], -1)
+
+
+def without_bias(rows_KHE: Tensor, bias_KH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return rows and bias apart again; None where `with_bias` of the same bias added no column."""
+    return (rows_KHE, None) if bias_KH is None else (rows_KHE[..., :-1], rows_KHE[..., -1])

@@ -8,13 +8,8 @@ from torch import Tensor
 _SQUARE, _SMALL = 0.95, 1e-12
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _NARROW = 1.5  # ratio of the sides up to which the iteration itself takes fewer operations
-_MATRICES = {
-    "down_CD",
-    "down_CE",
-    "k_rope_RD",
-    "q_down_AD",
-    "level_CC",
-}  # and all with heads; other tensors of two dimensions are biases
+# And all with heads; other tensors of two dimensions are biases.
+_MATRICES = {"down_CD", "down_CE", "k_rope_RD", "q_down_AD", "level_CC"}
 
 
 def order(used: Tensor, steps: int, batch: int, *, passes: bool, seed: int) -> list[Tensor]:
@@ -43,7 +38,8 @@ class Moving:
     """The running gradient of one tensor, from which a step of the tensor's own root mean square follows."""
 
     def __init__(self, name: str, value: Tensor, momentum: float) -> None:
-        self._size, self._momentum = _size(value), momentum
+        self._size = float(value.detach().square().mean().sqrt()) if value.numel() else 0.0
+        self._momentum = momentum
         self._is_matrix = value.numel() > 0 and (value.ndim == 3 or name in _MATRICES)
         self._heads = 1 if name == "o_DNH" else 0
         self._mean, self._square = torch.zeros_like(value), torch.zeros_like(value)
@@ -56,15 +52,10 @@ class Moving:
             root = (self._square / (1 - _SQUARE ** (count + 1))).sqrt()
             return self._size * (self._mean / (1 - self._momentum ** (count + 1))) / (root + _SMALL)
         matrices = torch.lerp(gradient, self._mean, self._momentum)  # Nesterov's
-        if gradient.ndim == 2:
-            return _unit(matrices) * self._size
-        return _unit(matrices.movedim(self._heads, 0)).movedim(0, self._heads) * self._size
-
-
-def _unit(matrices: Tensor) -> Tensor:
-    """Orthogonalise matrices and scale them to a root mean square of about 1."""
-    scale: float = math.sqrt(max(matrices.shape[-2:]))
-    return orthogonal(matrices) * scale
+        heads_first = matrices if gradient.ndim == 2 else matrices.movedim(self._heads, 0)
+        # Its root mean square is about 1.
+        unit = orthogonal(heads_first) * math.sqrt(max(heads_first.shape[-2:]))
+        return (unit if gradient.ndim == 2 else unit.movedim(0, self._heads)) * self._size
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -75,19 +66,16 @@ def orthogonal(matrices: Tensor) -> Tensor:
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + _SMALL)
-    x = _by_gram(x) if x.shape[-1] > _NARROW * x.shape[-2] else _iterate(x)
+    if x.shape[-1] > _NARROW * x.shape[-2]:
+        x = _by_gram(x)
+    else:
+        for _ in range(_STEPS):
+            x = _polynomial(x @ x.mT) @ x
     return x if wide else x.mT
 
 
-def _iterate(x: Tensor) -> Tensor:
-    """Return the result of the iteration for matrices of norm 1 at most."""
-    for _ in range(_STEPS):
-        x = _polynomial(x @ x.mT) @ x
-    return x
-
-
 def _by_gram(x: Tensor) -> Tensor:
-    """Return the same as `_iterate`, with two products at the full width instead of ten.
+    """Return the same as the iteration, with two products at the full width instead of ten.
 
     A step multiplies X by a polynomial of X Xᵀ, and all of these commute. So X Xᵀ alone is iterated, and the
     product of the polynomials is multiplied by X at the end. In float32 the result is off by some 1e-4 of
@@ -108,7 +96,3 @@ def _polynomial(gram: Tensor) -> Tensor:
     found = _QUINTIC[1] * gram + _QUINTIC[2] * gram @ gram
     found.diagonal(dim1=-2, dim2=-1).add_(_QUINTIC[0])
     return found
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.detach().square().mean().sqrt()) if tensor.numel() else 0.0

@@ -6,13 +6,22 @@ Layouts: `half` keeps the real parts first, then the imaginary ones (Llama); `in
 """
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.errors import InvalidInput
-from .rope_fields import stated_rope
+
+
+def stated_rope(config: Mapping[str, Any]) -> Any:
+    """Return the object of a config.json, or of a complete one, that says how layers rotate.
+
+    It is `rope_scaling` where there is one: transformers then passes over `rope_parameters`, be they stated
+    or its class's own.
+    """
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,9 +63,8 @@ def frequencies(rope: dict[str, Any], width: int, positions: int) -> tuple[Tenso
     kind = rope["rope_type"]
     if kind not in _TABLES:
         raise InvalidInput(
-            f"rope_type {kind} has no fixed frequency table, which MLA's shared rotary key needs; these "
-            f"have: "
-            f"{', '.join(sorted(_TABLES))} (--to gqa works with any)"
+            f"rope_type {kind} has no fixed frequency table, which MLA's shared rotary key needs; these have "
+            f"one: {', '.join(sorted(_TABLES))} (--to gqa works with any)"
         )
     # In float32 first, as transformers does: at far positions the rounding of a frequency is what one sees of
     # it.
@@ -94,14 +102,6 @@ def longrope_factor(rope: dict[str, Any], positions: int) -> float:
         raise InvalidInput(f"config.json has rope parameters that make no attention factor: {rope}") from None
 
 
-def _default(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
-    return base_F, 1.0
-
-
-def _linear(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
-    return base_F / rope["factor"], 1.0
-
-
 def _llama3(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor, float]:
     """Compute Llama 3.1's table: slow frequencies are divided by `factor`, fast ones are kept.
 
@@ -131,11 +131,9 @@ def _yarn(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor,
     ramp_F = ((torch.arange(len(base_F), dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
     gain = rope.get("attention_factor")
     if gain is None:
-        mscale = rope.get("mscale")
-        all_dim = rope.get("mscale_all_dim")
-        gain = (
-            _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
-        )
+        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        both = mscale and all_dim
+        gain = _mscale(factor, mscale) / _mscale(factor, all_dim) if both else _mscale(factor, 1.0)
     return base_F * ((1 - ramp_F) + ramp_F / factor), float(gain)
 
 
@@ -151,9 +149,9 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-_TABLES = {
-    "default": _default,
-    "linear": _linear,
+_TABLES: dict[str, Callable[[Tensor, dict[str, Any], int], tuple[Tensor, float]]] = {
+    "default": lambda base_F, rope, positions: (base_F, 1.0),
+    "linear": lambda base_F, rope, positions: (base_F / rope["factor"], 1.0),
     "llama3": _llama3,
     "yarn": _yarn,
     "proportional": _proportional,

@@ -138,11 +138,7 @@ def from_options(
     check_options(to, sizes)
     elements = None if sizes.kv_budget is None else budget_elements(source, sizes.kv_budget)
     if to == "mla":
-        if (sizes.rank is None) == (elements is None):
-            raise InvalidInput(
-                "--to mla takes either --rank N (or --rank full) or --kv-budget SHARE, "
-                f"{_both_or_none(elements)}"
-            )
+        _check_one(sizes.rank, elements, "mla", "--rank N (or --rank full)")
         if sizes.rope == "intact" or rotary_width == 0:
             latent = _joint(source, sizes, elements, normed)
         else:
@@ -152,44 +148,37 @@ def from_options(
 
 
 def check_options(to: str, sizes: Sizes) -> None:
-    """Refuse a size that a target does not have.
-
-    Raises:
-        InvalidInput: there is one.
-    """
+    """Refuse a size that a target does not have."""
     latent = {"rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"}
     taken = {"gqa": {"kv_heads", "kv_budget"}, "mqa": set[str](), "mla": latent}[to]
-    for option in ("kv_heads", "rank", "rope_dim", "kv_budget", "rope", "q_lora_rank"):
-        if getattr(sizes, option) is not None and option not in taken:
+    for option, value in vars(sizes).items():
+        if value is not None and option not in taken:
             takes = " and ".join(sorted(f"--{name.replace('_', '-')}" for name in taken)) or "no size"
             raise InvalidInput(f"--{option.replace('_', '-')} does not apply to --to {to}; it takes {takes}")
 
 
-def _both_or_none(elements: int | None) -> str:
-    return "and neither is given" if elements is None else "not both"
+def _check_one(size: Rank | None, elements: int | None, to: str, option: str) -> None:
+    """Check that there is either a size or a budget."""
+    if (size is None) == (elements is None):
+        said = "and neither is given" if elements is None else "not both"
+        raise InvalidInput(f"--to {to} takes either {option} or --kv-budget SHARE, {said}")
 
 
 def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> GroupedTarget:
     heads = source.num_key_value_heads
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    if (kv_heads is None) == (elements is None):
-        raise InvalidInput(
-            f"--to gqa takes either --kv-heads N or --kv-budget SHARE, {_both_or_none(elements)}"
-        )
+    _check_one(kv_heads, elements, "gqa", "--kv-heads N")
     if elements is not None:
-        fitting = [n for n in divisors if 2 * n * source.head_dim <= elements]
-        if not fitting:
-            least = 2 * source.head_dim
+        least = 2 * source.head_dim
+        if elements < least:
             raise InvalidInput(
                 f"a budget of {elements} elements per token and layer is below one key/value head, which "
-                f"takes {least} "
-                f"({share_of(least, source)} of the source's cache)"
+                f"takes {least} ({share_of(least, source)} of the source's cache)"
             )
-        kv_heads = fitting[-1]
+        kv_heads = max(n for n in divisors if n * least <= elements)
     if kv_heads not in divisors:
-        raise InvalidInput(
-            f"{heads} key/value heads do not fold into {kv_heads}; choose from {_listed(divisors)}"
-        )
+        fitting = ", ".join(map(str, divisors))
+        raise InvalidInput(f"{heads} key/value heads do not fold into {kv_heads}; choose from {fitting}")
     return GroupedTarget(num_key_value_heads=kv_heads)
 
 
@@ -296,7 +285,3 @@ def budget_elements(source: Geometry, budget: str) -> int:
 def share_of(elements: int, source: Geometry) -> str:
     """Return a share of the source's cache in percent, rounded up, so that as a budget it is enough."""
     return f"{-(-elements * 10**5 // source.cache_elements) / 1e3:g}%"
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -1,6 +1,5 @@
 """Text that a fold is calibrated on, as the user names it: `self`, a text, or half of each (`self+TEXT`)."""
 
-import hashlib
 from pathlib import Path
 
 from torch import Tensor
@@ -45,11 +44,6 @@ def read_text(source: Source, text: str, *, sequences: int, length: int, seed: i
             "embeddings; use the model's own tokenizer"
         )
     return tokens
-
-
-def digest_of(read_BT: Tensor | None) -> str:
-    """Return the SHA-256 of the tokens of a text, or `self` if there is none."""
-    return "self" if read_BT is None else hashlib.sha256(read_BT.numpy().tobytes()).hexdigest()
 
 
 def alternating(own_BT: Tensor | None, read_BT: Tensor | None) -> Tensor:

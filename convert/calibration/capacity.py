@@ -89,12 +89,9 @@ class Need:
         )
 
     def fitting_sequences(self, weights: int, wanted: int, *, loaded: bool = False) -> int:
-        """Return the number of sequences that can be written at once, at least one.
+        """Return the number of sequences, at most `wanted`, that can be written at once, at least one.
 
-        Args:
-            weights: bytes of weights in memory next to the cache.
-            wanted: the most sequences.
-            loaded: True if those weights are in memory already.
+        `weights` are bytes of weights next to the cache; `loaded`: they are in memory already.
         """
         return max(1, min(wanted, (free_bytes() - (0 if loaded else weights)) // self.cached))
 
@@ -111,24 +108,19 @@ def divided_batch(source: Source, sequences: int, length: int, layerwise: bool |
     source writes. The size of the GPU decides, not what is free of it, so that the same command adds the same
     numbers in the same order. On a CPU a batch is small already.
 
-    Args:
-        source: the checkpoint.
-        sequences: the most in a batch.
-        length: tokens of each.
-        layerwise: whether one layer at a time is in memory; None: where the whole model does not fit.
-
-    Returns:
-        The need, and 1, 2, 4, ...: the first that lets the whole model fit, else one layer, else the last.
+    `sequences` is the most in a batch, `layerwise` as of `study.study`. The number is the first of 1, 2, 4,
+    ... that lets the whole model fit, else one layer, else the last.
     """
     if device().type == "cpu":
         return Need.of(source, sequences=sequences, length=length), 1
     divisors = [1 << halving for halving in range(sequences.bit_length())]
     needs = {each: Need.of(source, sequences=max(1, sequences // each), length=length) for each in divisors}
-    room = gpu_bytes()
-    sizes = [{each: need.whole for each, need in needs.items()}] if not layerwise else []
-    sizes += [{each: need.by_layer for each, need in needs.items()}] if layerwise is not False else []
-    fitting = (each for size in sizes for each in divisors if size[each] <= room)
-    divisor = next(fitting, divisors[-1])
+    room, sizes = gpu_bytes(), []
+    if not layerwise:
+        sizes.append({each: need.whole for each, need in needs.items()})
+    if layerwise is not False:
+        sizes.append({each: need.by_layer for each, need in needs.items()})
+    divisor = next((each for size in sizes for each in divisors if size[each] <= room), divisors[-1])
     return needs[divisor], divisor
 
 
@@ -139,9 +131,7 @@ def fold_bytes(
     levelled: int | None = None,
     stored: int | None = None,
 ) -> int:
-    """Return an upper estimate of the bytes that folding one layer takes.
-
-    It counts the attention before and after, and the largest decomposition.
+    """Return an upper estimate of the bytes of folding one layer: its attention twice, and a decomposition.
 
     Args:
         source: the checkpoint.
@@ -186,21 +176,11 @@ def _maps(source: Source) -> int:
 
 
 def default_jobs(
-    source: Source,
-    statistics: Statistics | None,
-    *,
-    levelled: int | None = None,
-    stored: int | None = None,
+    source: Source, statistics: Statistics | None, *, levelled: int | None = None, stored: int | None = None
 ) -> int:
-    """Return the number of layers to fold at once.
+    """Return the number of layers to fold at once: one per thread of torch, if they fit in memory.
 
-    It is one per thread that torch would use, limited by the free memory.
-
-    Args:
-        source: the checkpoint.
-        statistics: of it, or None.
-        levelled: as of `fold_bytes`.
-        stored: as of `fold_bytes`.
+    The other arguments are those of `fold_bytes`.
     """
     import torch
 

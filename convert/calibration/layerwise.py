@@ -73,8 +73,8 @@ def collect(
     """Collect the statistics of `passes.collect` in the memory of one layer; they are the same numbers.
 
     Args:
-        layered: the model.
-        sequences: token ids (sequences, T), as are the following arguments in `passes.collect`.
+        layered: the model; the following arguments are those of `passes.collect`.
+        sequences: token ids (sequences, T).
         layout: the places of the model's quantities.
         batch_size: sequences at once.
         calibration: the source of the sequences, for the record.
@@ -112,8 +112,9 @@ def collect(
             sums.over_ranks()
             layers.insert(0, sums.means(sequences.numel()).parked(work))
         next(ticks, None)
-    about: dict[str, Any] = {"tokens": sequences.numel(), "calibration": calibration, "seed": seed}
-    return Statistics(layers=tuple(layers), **about, ids_BT=sequences)
+    return Statistics(
+        layers=tuple(layers), tokens=sequences.numel(), calibration=calibration, seed=seed, ids_BT=sequences
+    )
 
 
 @torch.no_grad()

@@ -56,10 +56,7 @@ def _precise(rows: Tensor) -> Tensor:
 
 
 def _moment(rows_XE: Tensor) -> Tensor:
-    """Compute Σ x xᵀ over a batch's tokens.
-
-    It is symmetric: the part left of the diagonal's blocks is not computed again.
-    """
+    """Compute Σ x xᵀ over a batch's tokens; of symmetric blocks one is computed."""
     rows_XE = _precise(rows_XE)
     width = rows_XE.shape[1]
     moment_EE, step = rows_XE.new_empty(width, width), -(-width // BLOCKS)
@@ -153,9 +150,7 @@ class Sums(dict[str, Tensor]):
         for name, moment in MOMENTS.items():
             if quantity in moment.needs and self._arrived.issuperset(moment.needs):
                 self._add(name, moment.reduce(*(self.held[need] for need in moment.needs)))
-        waiting = [
-            set(moment.needs) for moment in MOMENTS.values() if not self._arrived.issuperset(moment.needs)
-        ]
+        waiting = [moment.needs for moment in MOMENTS.values() if not self._arrived.issuperset(moment.needs)]
         self.held = {
             name: kept for name, kept in self.held.items() if any(name in needs for needs in waiting)
         }
@@ -250,9 +245,20 @@ def _hook_layer(
         yield model.get_submodule(names[role]).register_forward_hook(
             partial(_see_projection, sums, partial(split, role))
         )
-    yield model.get_submodule(names["o"]).register_forward_hook(partial(_see_output, sums))
+
+    def see_output(_: Any, inputs: Any, output_BTD: Tensor) -> None:
+        output_BTD.register_hook(partial(sums.arrive, "g_o"))
+        sums.arrive("o", output_BTD)
+
+    def see_attention(_: Any, inputs: Any, output: tuple[Any, ...]) -> None:
+        p_BNTT = output[1]
+        assert p_BNTT is not None, "attention probabilities are seen with attn_implementation='eager' only"
+        p_BNTT.register_hook(partial(sums.arrive, "g_p"))
+        sums.arrive("p", p_BNTT)
+
+    yield model.get_submodule(names["o"]).register_forward_hook(see_output)
     attention = model.get_submodule(names["o"].rpartition(".")[0])
-    yield attention.register_forward_hook(partial(_see_attention, sums))
+    yield attention.register_forward_hook(see_attention)
 
 
 def _see_projection(
@@ -265,15 +271,3 @@ def _see_projection(
     output_BTC.requires_grad_()  # in the first layer nothing else makes the graph begin
     output_BTC.register_hook(partial(arrive, "g_"))
     arrive("", output_BTC.detach())
-
-
-def _see_output(sums: Sums, _: Any, inputs: Any, output_BTD: Tensor) -> None:
-    output_BTD.register_hook(partial(sums.arrive, "g_o"))
-    sums.arrive("o", output_BTD)
-
-
-def _see_attention(sums: Sums, _: Any, inputs: Any, output: tuple[Any, ...]) -> None:
-    p_BNTT = output[1]
-    assert p_BNTT is not None, "attention probabilities are seen with attn_implementation='eager' only"
-    p_BNTT.register_hook(partial(sums.arrive, "g_p"))
-    sums.arrive("p", p_BNTT)

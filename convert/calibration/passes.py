@@ -61,9 +61,13 @@ def collect(
                 layers[number].check_finite(number, backward=True)
     for sums in layers.values():
         sums.over_ranks()
-    means = tuple(sums.means(sequences.numel()) for sums in layers.values())
-    about: dict[str, Any] = {"tokens": sequences.numel(), "calibration": calibration, "seed": seed}
-    return Statistics(layers=means, **about, ids_BT=sequences)
+    return Statistics(
+        layers=tuple(sums.means(sequences.numel()) for sums in layers.values()),
+        tokens=sequences.numel(),
+        calibration=calibration,
+        seed=seed,
+        ids_BT=sequences,
+    )
 
 
 def share(sequences: Tensor, batch_size: int, seed: int) -> list[tuple[Tensor, Tensor]]:

@@ -8,7 +8,6 @@ Statistics of such positions are of inputs that no use of the model should have.
 Legend: B sequences, T tokens, P pairs of sequences, L tokens of each sequence of a pair.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.untrusted import read_json
 from ...texts.calibration_name import parts
-from ..algebra.rope_fields import stated_rope
+from ..algebra.rotary import stated_rope
 from ..families.layers.layer_kinds import ATTENTION
 from ..families.source import Source
 
@@ -48,29 +47,21 @@ def default_length(source: Source, calibration: str | None) -> int:
     usual = WRITTEN if calibration is None or parts(calibration)[0] else READ
     scaled = stated_rope(source.config)
     scaled = scaled.get(ATTENTION, scaled)
+    tokenizer = source.checkpoint.directory / "tokenizer_config.json"
     stated: list[Any] = [
         source.positions,
         source.config.get("original_max_position_embeddings"),
         scaled.get("original_max_position_embeddings"),
-        _stated_by_tokenizer(source.checkpoint.directory),
+        read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None,
     ]
     lengths = (int(value) for value in stated if isinstance(value, int | float) and value >= FIRST)
     return max(2, min(usual, source.positions, *lengths))
 
 
-def _stated_by_tokenizer(directory: Path) -> Any:
-    file = directory / "tokenizer_config.json"
-    return read_json(file).get("model_max_length") if file.is_file() else None
-
-
 def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any, positions: int) -> tuple[int, str] | None:
     """Return the position from which on a source's predictions break down, and its sign in words; or None.
 
-    Args:
-        tokens_BT: ids of text that the source wrote, int64.
-        entropy_BT: of the prediction before every token of it, nats.
-        model: a transformers causal language model in eval mode.
-        positions: the most that it takes.
+    `entropy_BT` is in nats; the other arguments are those of `breakdown`.
     """
     if _pairs(len(tokens_BT), tokens_BT.shape[1]):
         end, sign = breakdown(model, tokens_BT, positions), "it predicts text much worse"
@@ -138,11 +129,8 @@ def breakdown(model: Any, tokens_BT: Tensor, positions: int) -> int | None:
 def joined_lengths(sequences: int, length: int, positions: int) -> list[int]:
     """Return the lengths at which pairs of sequences are joined, at most; none where there are too few.
 
-    Args:
-        sequences: of the text.
-        length: tokens of each. Two are no longer together than `READ`, unless one is: maps of attention take
-            memory.
-        positions: of the source, which bound them too.
+    Two of `length` tokens are no longer together than `READ`, unless one is, since maps of attention take
+    memory, and no longer than the source's positions.
 
     Example:
         >>> joined_lengths(48, 256, 2048), joined_lengths(48, 256, 256), joined_lengths(4, 256, 2048)

@@ -16,9 +16,10 @@ import json
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,23 +37,36 @@ RUN_DIGITS, SOURCE_DIGITS = 49, 46
 _METADATA = "kvfold.statistics"  # key of the file's metadata
 _METADATA_BYTES = 2**16
 _IDS = "ids_BT"
-_MOST_LAYERS = 10_000  # no model has a tenth of it
-_SAMPLES = ("input_BTD", "output_BTD")  # bfloat16; all else is float64
-_LATER = {"first_key_fisher", "first_value_fisher", "first_NT"}  # all of them, or in earlier files none
-_DIMENSIONS = {
-    "input_EE": 2,
-    "query_NHH": 3,
-    "key_fisher": 2,
-    "value_fisher": 2,
-    "query_fisher": 3,
-    "distance_NT": 2,
-    "output_fisher": 2,
-    "input_BTD": 3,
-    "output_BTD": 3,
-    "first_key_fisher": 2,
-    "first_value_fisher": 2,
-    "first_NT": 2,
+# The sizes of each tensor: D hidden size, E = D + 1, N query heads, H head dim, S = K·H, T distances and
+# tokens of a sequence, B sequences of the inputs and R of the outputs. Samples are bfloat16, others float64.
+_SIZES = {
+    "input_EE": "EE",
+    "query_NHH": "NHH",
+    "key_fisher": "SS",
+    "value_fisher": "SS",
+    "query_fisher": "NHH",
+    "distance_NT": "NT",
+    "output_fisher": "DD",
+    "input_BTD": "BTD",
+    "output_BTD": "RTD",
+    "first_key_fisher": "SS",
+    "first_value_fisher": "SS",
+    "first_NT": "NT",
 }
+_SAMPLES = ("input_BTD", "output_BTD")
+
+
+class _Origin(BaseModel):
+    """The metadata of a file of statistics."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: PositiveInt
+    calibration: str
+    seed: int
+    layers: Annotated[int, Field(gt=0, le=10_000)]  # no model has a tenth of it
+    reach: PositiveInt | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +90,9 @@ class LayerStatistics:
         first_key_fisher: the part of `key_fisher` that is of the first token of each sequence. Models attend
             to that token whatever it is (an attention sink, arXiv 2309.17453), so it has most of the gradient
             and next to none of the inputs. None in files of kvfold before 2026-11-25.
-        first_value_fisher: the part of `value_fisher` that is. None as above.
-        first_NT: the part of `distance_NT` that is at that token's key. None as above.
+            and next to none of the inputs. All three are None in files of kvfold before 2026-11-25.
+        first_value_fisher: the part of `value_fisher` that is.
+        first_NT: the part of `distance_NT` that is at that token's key.
     """
 
     input_EE: Tensor
@@ -189,17 +204,16 @@ class Statistics:
                 f"{file} exists, and nothing is overwritten; name another file for the statistics"
             )
         about = {
+            "schema": SCHEMA,
             "tokens": self.tokens,
             "calibration": self.calibration,
             "seed": self.seed,
             "layers": len(self.layers),
+            "reach": self.reach,
+            "source": self.source or None,
+            "run": run[:RUN_DIGITS] or None,
         }
-        if self.reach is not None:
-            about["reach"] = self.reach
-        if self.source:
-            about["source"] = self.source
-        if run:
-            about["run"] = run[:RUN_DIGITS]
+        about = {name: value for name, value in about.items() if value is not None}
         tensors = {
             f"{n}.{name}": tensor.contiguous()
             for n, layer in enumerate(self.layers)
@@ -209,7 +223,7 @@ class Statistics:
             tensors[_IDS] = self.ids_BT.contiguous()
         try:
             with whole_file(file) as temporary:
-                save_file(tensors, temporary, {_METADATA: json.dumps({"schema": SCHEMA, **about})})
+                save_file(tensors, temporary, {_METADATA: json.dumps(about)})
         except DiskError as error:
             raise InvalidInput(f"the statistics {disk_sentence(error)}") from None
         except OSError as error:
@@ -236,8 +250,8 @@ class Statistics:
             with safe_open(file, "pt") as stored:
                 about = _read_origin(stored.metadata(), file)
                 held = set(stored.keys())
-                layers = tuple(_read_layer(stored, held, n, file) for n in range(about.pop("layers")))
-                ids_BT = _read_ids(stored, about["tokens"], file) if _IDS in held else None
+                layers = tuple(_read_layer(stored, held, n, file) for n in range(about.layers))
+                ids_BT = _read_ids(stored, about.tokens, file) if _IDS in held else None
         except InvalidInput:
             raise
         except (OSError, SafetensorError, ValueError) as error:
@@ -245,12 +259,12 @@ class Statistics:
             raise InvalidInput(
                 f"{file} holds no statistics that kvfold wrote ({type(error).__name__}: {reason})"
             ) from None
-        found = cls(layers=layers, **about, ids_BT=ids_BT)
+        found = cls(layers=layers, **about.model_dump(exclude={"layers"}), ids_BT=ids_BT)
         found.check(file)
         return found
 
     def check(self, file: Path) -> None:
-        """Check shape, dtype and finiteness of every tensor of every layer.
+        """Check shape and finiteness of every tensor of every layer.
 
         Widths and counts of heads may differ between layers.
 
@@ -258,42 +272,25 @@ class Statistics:
             file: the file that holds the statistics, for the error.
 
         Raises:
-            InvalidInput: a tensor is of another shape or dtype, or holds NaN or infinite values.
+            InvalidInput: a tensor is of another shape, or holds NaN or infinite values.
         """
-        samples, length = self.layers[0].input_BTD.shape[:2]
-        rest = self.layers[0].output_BTD.shape[0]
-        hidden = self.layers[0].sizes()[0]
+        first = self.layers[0]
+        samples, length = first.input_BTD.shape[:2]
+        hidden = first.sizes()[0]
+        sizes = {"D": hidden, "E": hidden + 1, "T": length, "B": samples, "R": first.output_BTD.shape[0]}
         for n, layer in enumerate(self.layers):
             _, heads, keys, width = layer.sizes()
-            wanted = {
-                "input_EE": (hidden + 1, hidden + 1),
-                "query_NHH": (heads, width, width),
-                "key_fisher": (keys, keys),
-                "value_fisher": (keys, keys),
-                "query_fisher": (heads, width, width),
-                "distance_NT": (heads, length),
-                "output_fisher": (hidden, hidden),
-                "input_BTD": (samples, length, hidden),
-                "output_BTD": (rest, length, hidden),
-                "first_key_fisher": (keys, keys),
-                "first_value_fisher": (keys, keys),
-                "first_NT": (heads, length),
-            }
+            sizes |= {"N": heads, "S": keys, "H": width}
             for name, tensor in layer.tensors().items():
-                shape = wanted[name]
-                if tuple(tensor.shape) != shape or 0 in shape:
+                shape = tuple(sizes[letter] for letter in _SIZES[name])
+                if tuple(tensor.shape) != shape or 0 in shape or not is_finite(tensor):
                     raise InvalidInput(
-                        f"{file} holds {n}.{name} of shape {tuple(tensor.shape)}, expected {shape}; "
-                        "collect the statistics again"
-                    )
-                if not is_finite(tensor):
-                    raise InvalidInput(
-                        f"{file} holds NaN or infinite values in {n}.{name}, expected finite ones; "
-                        "collect the statistics again"
+                        f"{file} holds {n}.{name} of shape {tuple(tensor.shape)}, where finite numbers of "
+                        f"shape {shape} are needed; collect the statistics again"
                     )
 
 
-def _read_origin(metadata: dict[str, str] | None, file: Path) -> dict[str, Any]:
+def _read_origin(metadata: dict[str, str] | None, file: Path) -> _Origin:
     """Return the origin of statistics and the number of layers, from a file's metadata."""
     text = (metadata or {}).get(_METADATA)
     if text is None:
@@ -301,47 +298,29 @@ def _read_origin(metadata: dict[str, str] | None, file: Path) -> dict[str, Any]:
     about = parse_json(text, f"the metadata of {printable(file)}", _METADATA_BYTES)
     if about.get("schema") != SCHEMA:
         raise InvalidInput(f"{file} holds statistics of another kvfold; collect them again")
-    wanted = {"tokens": int, "calibration": str, "seed": int, "layers": int}
-    for name, kind in wanted.items():
-        if type(about.get(name)) is not kind:
-            raise ValueError(f"{name} in its metadata is not of type {kind.__name__}")
-    if not (about["tokens"] > 0 and 0 < about["layers"] <= _MOST_LAYERS):
-        raise ValueError("tokens and layers in its metadata are out of range")
-    reach = about.get("reach")
-    if not (reach is None or (type(reach) is int and reach > 0)):
-        raise ValueError("reach in its metadata is no position")
-    source = about.get("source", "")
-    if type(source) is not str:
-        raise ValueError("source in its metadata is no text")
-    return {**{name: about[name] for name in wanted}, "reach": reach, "source": source}
+    return _Origin.model_validate(about)
 
 
 def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerStatistics:
     """Return one layer's tensors of a file; their shapes are still to be checked."""
     tensors = {}
-    for name in (field.name for field in fields(LayerStatistics)):
-        key = f"{layer}.{name}"
-        if key not in held:
-            if name in _LATER and not any(f"{layer}.{later}" in held for later in _LATER):
-                continue
-            raise ValueError(f"it lacks {key}")
+    for field in fields(LayerStatistics):
+        key = f"{layer}.{field.name}"
+        if key not in held and field.default is None:
+            continue
         tensor = stored.get_tensor(key)
-        wanted = torch.bfloat16 if name in _SAMPLES else torch.float64
-        if tensor.dtype != wanted or tensor.ndim != _DIMENSIONS[name]:
+        wanted = torch.bfloat16 if field.name in _SAMPLES else torch.float64
+        if tensor.dtype != wanted or tensor.ndim != len(_SIZES[field.name]):
             raise InvalidInput(
                 f"{file} holds {key} as {tensor.ndim}-dimensional {tensor.dtype}, expected "
-                f"{_DIMENSIONS[name]}-dimensional {wanted}; collect the statistics again"
+                f"{len(_SIZES[field.name])}-dimensional {wanted}; collect the statistics again"
             )
-        tensors[name] = tensor
+        tensors[field.name] = tensor
     return LayerStatistics(**tensors)
 
 
 def _read_ids(stored: Any, tokens: int, file: Path) -> Tensor:
-    """Return the tokens of a file of statistics (B, T).
-
-    Raises:
-        InvalidInput: they are not as many as the metadata says, or no token ids.
-    """
+    """Return the tokens of a file of statistics (B, T), as many as the metadata says."""
     ids_BT: Tensor = stored.get_tensor(_IDS)
     shape = tuple(ids_BT.shape)
     if ids_BT.dtype != torch.int64 or len(shape) != 2 or ids_BT.numel() != tokens or bool((ids_BT < 0).any()):

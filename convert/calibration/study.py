@@ -35,11 +35,11 @@ from ..families.recognition import Family, family_of
 from ..families.source import Source
 from . import layerwise as by_layer
 from . import passes
-from .calibration_text import alternating, count_read, digest_of, name_of, read_text
+from .calibration_text import alternating, count_read, name_of, read_text
 from .capacity import Need, divided_batch
 from .moments import Layout
 from .reach import default_length, reach_of, readings
-from .self_text import OwnText, write_text
+from .self_text import write_text
 from .statistics import RUN_DIGITS, SOURCE_DIGITS, Statistics, read_run
 
 # Read at once. On a CPU more saves no time and takes memory in proportion; an accelerator wants more.
@@ -77,11 +77,10 @@ def study(
     Args:
         source: the checkpoint.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
-            `documents.check_calibration` takes it, behind `self+` where half of the sequences are the model's
-            own; or a .safetensors file of statistics saved earlier.
+            `documents.check_calibration` takes it, behind `self+` for half of each; or saved statistics.
         sequences: number of sequences that are read.
-        length: tokens per sequence, at most the model's positions; greater distances are not seen. None:
-            `reach.default_length`, or less where the source's own text breaks down before.
+        length: tokens per sequence, at most the model's positions. None: `reach.default_length`, or less
+            where the source's own text breaks down before.
         seed: of the text and the labels.
         save: a file that keeps the statistics for other folds of this source.
         layerwise: whether one layer at a time is in memory; None: when the model does not fit whole.
@@ -102,11 +101,23 @@ def study(
     if layerwise is None:
         layerwise = any(from_every(need.whole > free_bytes()))  # all exchange the same sums
     with together():
-        check_layerwise(source, layerwise)
+        reads_tokens = source.family.unlike and source.config.get("hidden_size_per_layer_input")
+        if layerwise and (source.folded != source.attending or reads_tokens):
+            what = "embeddings of the tokens" if reads_tokens else "keys and values of earlier ones"
+            raise InvalidInput(
+                f"layers of {source.family.label} read {what}, so that its statistics need the whole model "
+                "in memory; use more memory, or --calibration none"
+            )
         count = count_read(calibration, sequences)
         read_BT = read_text(source, text, sequences=count, length=length, seed=seed) if text else None
-        asked = [digest_of(read_BT), name_of(calibration), sequences, length, seed]
-        run = "" if save is None else _run(source, [*asked, "at most"] if chosen and own else asked)
+        asked = [
+            "self" if read_BT is None else hashlib.sha256(read_BT.numpy().tobytes()).hexdigest(),
+            name_of(calibration),
+            *(sequences, length, seed),
+            *(["at most"] if chosen and own else []),
+        ]
+        identity = _identity(source.checkpoint)
+        run = "" if save is None else fingerprint(source.checkpoint.config, asked, identity)
         if save is not None and save.exists():
             return _reused(save, run, work)
         model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
@@ -116,7 +127,7 @@ def study(
         own_BT, end = _own_text(source, model, need, chosen, **how)
     tokens_BT = alternating(own_BT, read_BT)
     taken = _collect(source, model, tokens_BT, divisor, work, calibration=name_of(calibration), seed=seed)
-    statistics = replace(taken, reach=end, source=_identity(source.checkpoint))
+    statistics = replace(taken, reach=end, source=identity)
     if save is not None and is_first():
         _keep(statistics, save, run)
     return statistics
@@ -141,31 +152,8 @@ def _whole_model(checkpoint: Checkpoint) -> Any:
     return with_base(model).to(device()).eval()
 
 
-def check_layerwise(source: Source, layerwise: bool) -> None:
-    """Refuse to take statistics one layer at a time where layers read more than the one before gives.
-
-    Args:
-        source: the checkpoint.
-        layerwise: whether one layer at a time is in memory.
-
-    Raises:
-        InvalidInput: they do.
-    """
-    reads_tokens = source.family.unlike and source.config.get("hidden_size_per_layer_input")
-    if layerwise and (source.folded != source.attending or reads_tokens):
-        what = "embeddings of the tokens" if reads_tokens else "keys and values of earlier ones"
-        raise InvalidInput(
-            f"layers of {source.family.label} read {what}, so that its statistics need the whole model in "
-            "memory; use more memory, or --calibration none"
-        )
-
-
 def _keep(statistics: Statistics, file: Path, run: str) -> None:
-    """Save statistics, unless another run of the same command has saved the same ones in the meantime.
-
-    Raises:
-        InvalidInput: the file cannot be written, or holds other statistics.
-    """
+    """Save statistics, unless another run of the same command has saved the same ones in the meantime."""
     if file.exists() and read_run(file) == run[:RUN_DIGITS]:
         if Statistics.load(file).fingerprint() != statistics.fingerprint():
             raise InvalidInput(
@@ -177,41 +165,10 @@ def _keep(statistics: Statistics, file: Path, run: str) -> None:
     statistics.save(file, run)
 
 
-def _within_reach(text: OwnText, model: Any, positions: int, chosen: bool) -> tuple[Tensor, int | None]:
-    """Return the tokens of a text up to where its predictions break down, and where that is; report it.
-
-    Args:
-        text: that the source wrote.
-        model: the source, which reads some of it again.
-        positions: the most that it takes.
-        chosen: whether the length of the text was left to kvfold; otherwise it stays.
-    """
-    length = text.tokens_BT.shape[1]
-    broken = reach_of(text.tokens_BT, text.entropy_BT, model, positions)
-    if broken is None:
-        return text.tokens_BT, None
-    end, sign = broken
-    if end >= length:
-        notice(
-            f"the source predicts its own text much worse behind {end} tokens; greater distances are left "
-            "out, unless --context asks for them"
-        )
-        return text.tokens_BT, end
-    found = f"the source's own text breaks down from position {end} on, where {sign}"
-    if not chosen:
-        notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
-        return text.tokens_BT, end
-    notice(f"{found}; calibration sequences have {end} tokens, not {length} (--length overrides this)")
-    return text.tokens_BT[:, :end].contiguous(), end
-
-
 def _collect(
     source: Source, model: Any, tokens: Tensor, divisor: int, work: Path | None, **about: Any
 ) -> Statistics:
-    """Take statistics on some tokens, with the whole model or one layer at a time.
-
-    `divisor` divides the size of a batch.
-    """
+    """Take statistics on some tokens, in batches divided by `divisor`."""
     size = max(1, min(batch_size(tokens.shape[-1]), len(tokens)) // divisor)
     how: dict[str, Any] = {"layout": layout_of(source), "batch_size": size, **about}
     if isinstance(model, LayeredModel):
@@ -230,10 +187,7 @@ def _place(work: Path | None) -> Path:
 def read_saved(source: Source, calibration: str, save: Path | None) -> Statistics | None:
     """Return saved statistics, where the user names them; refuse mistakes that need no model to be seen.
 
-    Args:
-        source: the checkpoint.
-        calibration: as for `study`.
-        save: the file in which statistics are to be saved, or None.
+    Arguments are those of `study`.
 
     Raises:
         InvalidInput: there is no such file, it is of another model, or nothing can be saved in `save`.
@@ -244,14 +198,18 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
                 "--save-statistics has nothing to save with --calibration none; use --calibration self"
             )
         return None
-    if save is not None and (save.exists() or save.is_symlink()) and not read_run(save):
-        raise InvalidInput(f"--save-statistics {save} exists and nothing is overwritten; name another file")
-    if save is not None and not save.absolute().parent.is_dir():
-        raise InvalidInput(
-            f"--save-statistics {save}: there is no directory {save.parent}; make it, or name another file"
-        )
-    if save is not None and not save.exists() and is_first():
-        check_makeable(save)
+    if save is not None:
+        if (save.exists() or save.is_symlink()) and not read_run(save):
+            raise InvalidInput(
+                f"--save-statistics {save} exists and nothing is overwritten; name another file"
+            )
+        if not save.absolute().parent.is_dir():
+            raise InvalidInput(
+                f"--save-statistics {save}: there is no directory {save.parent}; make it, or name "
+                "another file"
+            )
+        if not save.exists() and is_first():
+            check_makeable(save)
     if names_statistics(calibration):
         if save is not None:
             raise InvalidInput(
@@ -260,12 +218,6 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
         return _check_source(Statistics.load(Path(calibration)), source, calibration)
     check_calibration(calibration)
     return None
-
-
-def _run(source: Source, asked: list[Any]) -> str:
-    """Return a hexadecimal SHA-256 of everything that decides statistics: the source and what is asked."""
-    checkpoint = source.checkpoint
-    return fingerprint(checkpoint.config, asked, _identity(checkpoint))
 
 
 def _identity(checkpoint: Checkpoint) -> str:
@@ -283,11 +235,7 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def _reused(file: Path, run: str, work: Path | None) -> Statistics:
-    """Return the statistics that an earlier run of the same command saved before it was killed.
-
-    Raises:
-        InvalidInput: the file holds other statistics.
-    """
+    """Return the statistics that an earlier run of the same command saved before it was killed."""
     if read_run(file) != run[:RUN_DIGITS]:
         raise InvalidInput(f"--save-statistics {file} exists and nothing is overwritten; name another file")
     notice(f"{file} holds the statistics of this very command, and is used as it is")
@@ -300,11 +248,29 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
 def _own_text(
     source: Source, model: Any, need: Need, chosen: bool, *, sequences: int, length: int, seed: int
 ) -> tuple[Tensor, int | None]:
-    """Return text that the source writes, up to where it breaks down, as `_within_reach` does."""
+    """Return text that the source writes, up to where its predictions break down, and where that is.
+
+    The text is cut only where its length was `chosen` by kvfold.
+    """
     bos = source.config.get("bos_token_id")
     with _running(model, need, sequences, length, source.positions) as (whole, batch):
         text = write_text(whole, sequences=sequences, length=length, bos=bos, seed=seed, batch_size=batch)
-        return _within_reach(text, whole, source.positions, chosen)
+        broken = reach_of(text.tokens_BT, text.entropy_BT, whole, source.positions)
+    if broken is None:
+        return text.tokens_BT, None
+    end, sign = broken
+    found = f"the source's own text breaks down from position {end} on, where {sign}"
+    if end >= length:
+        notice(
+            f"the source predicts its own text much worse behind {end} tokens; greater distances are left "
+            "out, unless --context asks for them"
+        )
+    elif not chosen:
+        notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
+    else:
+        notice(f"{found}; calibration sequences have {end} tokens, not {length} (--length overrides this)")
+        return text.tokens_BT[:, :end].contiguous(), end
+    return text.tokens_BT, end
 
 
 @contextmanager
@@ -359,21 +325,15 @@ def layout_of(source: Source) -> Layout:
 
 def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
     """Return the statistics, or refuse those of another model."""
-    count = len(source.attending)
     for at, layer in enumerate(source.attending[: len(statistics.layers)]):
         geometry = source.shape(layer).geometry
-        hidden, heads, keys, width = statistics.layers[at].sizes()
-        found = (len(statistics.layers), hidden, heads, width)
-        wanted = (count, geometry.hidden_size, geometry.num_attention_heads, geometry.head_dim)
-        if found != wanted:
+        found = (len(statistics.layers), *statistics.layers[at].sizes())
+        keys = geometry.num_key_value_heads * geometry.head_dim
+        sizes = (geometry.hidden_size, geometry.num_attention_heads, keys, geometry.head_dim)
+        if found != (len(source.attending), *sizes):
             raise InvalidInput(
-                f"{file} holds statistics of a model with (layers, hidden_size, heads, head_dim) {found}, "
-                f"the source has {wanted}"
-            )
-        kept = geometry.num_key_value_heads * geometry.head_dim
-        if keys != kept:
-            raise InvalidInput(
-                f"{file} holds {at}.key_fisher of shape {(keys, keys)}, expected {(kept, kept)}"
+                f"{file} holds statistics of a model with (layers, hidden_size, heads, width of all keys, "
+                f"head_dim) {found}, the source has {(len(source.attending), *sizes)}"
             )
     if not statistics.source:
         notice(f"{file} does not say of which model its statistics are; they are taken for the source's")

@@ -68,12 +68,9 @@ def _doubling(length: int, longest: int) -> list[int]:
 
 
 def context_notice(source: Source, context: int, length: int) -> str | None:
-    """Return a sentence where distances of texts of some length are not all counted; else None.
+    """Return a sentence where not all distances of `context` tokens count; else None.
 
-    Args:
-        source: the checkpoint.
-        context: the length of the texts that its output is for.
-        length: of the calibration text.
+    `length` is that of the calibration text.
     """
     spans = [min(SPAN, source.window(number) or SPAN) for number in source.attending]
     farthest = max(length, *spans)

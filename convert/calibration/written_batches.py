@@ -26,14 +26,9 @@ class WrittenBatches:
     model: str
 
     def find(self, chance_BT: Tensor, bos: int | None) -> tuple[Tensor, Tensor] | None:
-        """Return a batch that was saved; None if there is none, or if its file is damaged.
+        """Return a batch of ids, int64, and entropies (B, T); None if none was saved, or its file is damaged.
 
-        Args:
-            chance_BT: the random numbers of the batch.
-            bos: the first token of each sequence, or None.
-
-        Returns:
-            Token ids (B, T), int64, and the entropy of each one's prediction (B, T), float32.
+        `chance_BT` are the random numbers that decide its tokens, `bos` the first of each sequence.
         """
         found = load_whole(self._file(chance_BT, bos))
         if found is None or found.keys() != {"tokens", "entropy"}:
@@ -41,17 +36,7 @@ class WrittenBatches:
         return found["tokens"].long(), found["entropy"]
 
     def save(self, chance_BT: Tensor, bos: int | None, tokens_BT: Tensor, entropy_BT: Tensor) -> None:
-        """Save a batch, whole or not at all.
-
-        Args:
-            chance_BT: the random numbers of the batch.
-            bos: the first token of each sequence, or None.
-            tokens_BT: token ids, on the CPU.
-            entropy_BT: entropy of the prediction of each, float32, on the CPU.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
+        """Save a batch whole or not at all; arguments are those of `find`, and its result."""
         self.directory.mkdir(exist_ok=True)
         batch = {"tokens": tokens_BT.int().contiguous(), "entropy": entropy_BT.contiguous()}
         save_whole(batch, self._file(chance_BT, bos))

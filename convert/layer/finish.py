@@ -53,8 +53,7 @@ class Finishing:
         folding: with `latent_norm`.
         number: of the layer.
         statistics: of the layer.
-        attention: the source's.
-        table_F: the source's angular frequencies.
+        attention: the source's, with its angular frequencies `table_F`.
         slots_S: angular frequencies of the folded layer's slots or pairs.
         sample: of the source's inputs; None: nothing is refined or measured.
         plain: attention without norms whose projections say how large the output's are.
@@ -126,8 +125,7 @@ def _prepared(
     or the layer as it would be without a format.
     """
     if its.sample is None:
-        is_levelled = isinstance(layer, LatentAttention) and layer.level_CC is not None
-        if is_levelled:
+        if isinstance(layer, LatentAttention) and layer.level_CC is not None:
             return _as_written(its, layer), None
         return in_basis(layer, fit_basis(layer, its.slots_S, weights_moments(layer), dtype)), None
     assert loss is not None
@@ -202,16 +200,11 @@ def _with_rounded_length(
     Refinement recovers most of that rise (docs/notes/latent-norm.md); a closed form that stays one would
     not, and keeps its own.
 
-    Args:
-        its: the layer's folding and source.
-        layer: any; only a latent behind a norm has a length to choose.
-        sample: of the source's inputs.
-        steps: most steps of the search.
-        rise: the loss may rise by this share at most. Nothing recovers what is lost after refinement, and
-            tokens whose latent is nearly zero make the predicted cost of rounding as large as any number.
+    The loss may rise by the share `rise` at most: nothing recovers what is lost after refinement, and tokens
+    whose latent is nearly zero make the predicted cost of rounding as large as any number.
 
     Returns:
-        The layer, and its loss before; None where there is no length to choose.
+        The layer, and its loss before; None where there is no length: only a latent behind a norm has one.
     """
     if not isinstance(layer, LatentAttention) or isinstance(layer, NormedLatentAttention):
         return layer, None
@@ -267,9 +260,9 @@ def _with_all_parts(
     its: Finishing, layer: Layer, loss: Loss | None, caches: Caches | None = None
 ) -> tuple[Layer, Loss | None]:
     """Return the layer with a length that leaves no direction out, as refinement may; and its loss."""
-    if its.sample is None or loss is None or not isinstance(layer, LatentAttention):
+    if its.sample is None or loss is None:
         return layer, loss
-    if layer.level_CC is None:
+    if not isinstance(layer, LatentAttention) or layer.level_CC is None:
         return layer, loss
     input_BTD = its.sample.input_BTD[its.sample.used]
     ways: list[Any] = [with_least_parts(layer, input_BTD, least) for least in LEAST_PARTS]

@@ -119,7 +119,6 @@ class _Layer:
         return slots_of(self.folding.source, self.folding.bands, self.number)
 
     def attention(self, rotary_factor: float = 1.0) -> Attention:
-        """Return the source's attention."""
         attention = self.folding.source.attention(self.number, rotary_factor)
         return attention if self.scale_D is None else with_channels(attention, self.scale_D)
 
@@ -129,14 +128,10 @@ class _Layer:
         return sample_of(source, self.statistics, self.number, attention, table_F, rotary_factor)
 
     def metric(self, attention: Attention) -> LayerMetric:
-        """Return the metric of the layer's keys and values."""
         return metric_of(self.statistics, attention, self.folding.source.positions)
 
     def one(self, input_EE: Tensor | None) -> Tensor | None:
-        """Return the linear function of the input that replaces the constant of biases.
-
-        The result is None where biases need not go into weights.
-        """
+        """Return the linear function of the input that replaces the constant of biases; None if they stay."""
         if not self.folding.folds_biases:
             return None
         assert input_EE is not None, "check_calibrated asked for statistics"
@@ -158,7 +153,6 @@ class _Layer:
         sample: LayerSample | None,
         plain: Attention | None = None,
     ) -> Finishing:
-        """Return what a closed form of the layer is finished by; arguments are those of `Finishing`."""
         return Finishing(
             folding=self.folding,
             number=self.number,
@@ -218,10 +212,7 @@ def _latent(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishi
 
 
 def _still(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishing]:
-    """Fold a layer that rotates nothing, among others that do.
-
-    Its keys are in the latent, and the rotary key stays empty.
-    """
+    """Fold a layer that rotates nothing, among others that do: the rotary key of its fold stays empty."""
     source, attention = its.folding.source, its.attention()
     one_D = its.one(None if its.statistics is None else its.statistics.input_EE)
     valued = without_value_bias(attention, one_D)
@@ -233,7 +224,6 @@ def _still(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishin
 
 
 def _own_target(its: _Layer) -> GroupedTarget:
-    """Return the key/value heads of one layer."""
     source, target = its.folding.source, its.folding.target
     assert isinstance(target, GroupedTarget)
     share = target.num_key_value_heads, source.geometry.num_key_value_heads

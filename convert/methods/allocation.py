@@ -23,7 +23,7 @@ Layers = Callable[[], Iterable[tuple[Attention, LayerMetric]]]
 Losses = dict[int, list[dict[str, float]]]  # of layers, by the width of the slots
 
 
-def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band, ...]:
+def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int, table: int = 0) -> tuple[Band, ...]:
     """Give each slot to the frequency where the next component saves most.
 
     Args:
@@ -31,11 +31,14 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int) -> tuple[Band,
             falling along K.
         frequencies_F: the source's angular frequencies.
         slots: how many to give.
+        table: number of the rotary table.
     """
     best = saved_FK.flatten().argsort(descending=True, stable=True)[:slots] // saved_FK.shape[1]
     counts = torch.bincount(best, minlength=len(frequencies_F)).tolist()
     return tuple(
-        Band(frequency=float(frequencies_F[f]), pairs=(f,), slots=n) for f, n in enumerate(counts) if n
+        Band(frequency=float(frequencies_F[f]), pairs=(f,), slots=n, table=table)
+        for f, n in enumerate(counts)
+        if n
     )
 
 
@@ -75,10 +78,7 @@ def saved(layers: Layers, frequencies_F: Tensor) -> Tensor:
 
 
 def unslotted(saved_FK: Tensor, bands: Iterable[Band]) -> float:
-    """Return the loss of one layer's components that have no slot, in nats per token.
-
-    `saved_FK` is the layer's own.
-    """
+    """Return the loss of a layer's components that have no slot, of its own `saved`, in nats per token."""
     given = sum(float(saved_FK[pair, : band.slots].sum()) for band in bands for pair in band.pairs)
     return (float(saved_FK.sum()) - given) / 2  # the quadratic form's ½
 
@@ -107,7 +107,7 @@ def losses_by_width(
     device = fitting_device()
     frequencies_F = frequencies_F.to(device)
     for number, (own, costs) in enumerate(layers()):
-        attention, metric = own.to(torch.float64, device), costs.to(device)
+        attention, metric = own.to(torch.float64, device), costs.to(torch.float64, device)
         keys = Keys.of(attention, metric)
         for width, bands in candidates.items():
             energy = low_rank_energy(*separate(keys, frequencies_F, bands, metric).stack(attention, metric))

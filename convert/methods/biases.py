@@ -44,10 +44,7 @@ def without_query_bias(attention: Attention, one_D: Tensor | None) -> Attention:
 
 
 def without_key_bias(latent: LatentAttention, one_D: Tensor | None) -> LatentAttention:
-    """Move biases of queries and rotary keys into their weights.
-
-    This comes after a fold, which drops the part that softmax cancels.
-    """
+    """Move biases of queries and rotary keys into their weights, after a fold, which drops those of keys."""
     if one_D is None:
         return latent
 

@@ -20,7 +20,7 @@ from ..algebra.subspaces import low_rank_energy
 from ..calibration.statistics import LayerStatistics
 from ..families.source import Source
 from .intact import RIDGE, Encoded, encoded, linearised, metric_behind_norms
-from .latent import output_bias
+from .latent import behind_values, output_bias
 from .layer_sample import sample_of
 
 
@@ -38,21 +38,16 @@ def in_features(attention: Attention) -> Attention:
         q_NHD=torch.eye(width, dtype=k_KHE.dtype).expand(len(attention.q_NHD), -1, -1),
         k_KHD=k_KHE,
         v_KHD=v_KHE,
-        o_DNH=attention.o_DNH,
-        o_D=output_bias(attention),
-        scale=attention.scale,
+        **behind_values(attention),
     )
 
 
 def with_features(latent: LatentAttention, attention: Attention) -> NormedLatentAttention:
     """Return a fold of `in_features(attention)` with the projections and norms that make its features."""
     return NormedLatentAttention(
-        **{**vars(latent), "gate_NHD": attention.gate_NHD, "gate_NH": attention.gate_NH},
+        **vars(latent),
         q_NHA=attention.q_NHD,
-        k_KHD=attention.k_KHD,
-        v_KHD=attention.v_KHD,
-        q_NH=attention.q_NH,
-        k_KH=attention.k_KH,
+        **{name: getattr(attention, name) for name in ("k_KHD", "v_KHD", "q_NH", "k_KH")},
         q_norm_NH=attention.q_norm_NH,
         k_norm_KH=attention.k_norm_KH,
     )
@@ -87,12 +82,7 @@ def features_of(
 ) -> tuple[Attention, LayerMetric]:
     """Return a layer with key norms as attention over its features, and its metric.
 
-    Args:
-        source: the checkpoint.
-        number: of the layer.
-        attention: its weights, float64.
-        table_F: its angular frequencies.
-        taken: its statistics.
+    The other arguments are its weights, float64, its frequencies and its statistics.
     """
     unbiased = replace(attention, v_KH=None, o_D=output_bias(attention))
     sample = sample_of(source, taken, number, attention, table_F)
@@ -101,12 +91,9 @@ def features_of(
 
 
 def lost_intact(attention: Attention, metric: LayerMetric, rank: int) -> float:
-    """Return the predicted loss of a layer over features whose rotation is left intact, nats per token.
+    """Return the predicted loss of a layer whose latent of this rank has all of its keys, nats per token.
 
-    Args:
-        attention: the layer, from `features_of`.
-        metric: its metric.
-        rank: of the latent.
+    The layer rotates nothing, or is one of features (`features_of`) whose rotation is left intact.
     """
     energy = low_rank_energy(
         torch.cat([attention.k_KHD, attention.v_KHD]).flatten(0, 1),

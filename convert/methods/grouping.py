@@ -9,13 +9,14 @@ Legend: attention.py; M heads in a group.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ..algebra.attention import Attention
-from ..algebra.metric import LayerMetric, with_bias
+from ..algebra.metric import LayerMetric, rows_of, with_bias
 from ..algebra.rotary import complex_rows
 from ..algebra.subspaces import factor
 
@@ -58,25 +59,14 @@ def _readers(order: list[int], attention: Attention) -> list[int]:
 def heads_in(order: list[int], attention: Attention) -> Attention:
     """Return the same layer with the key heads and their queries in another order."""
     readers = _readers(order, attention)
-
-    def key(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[order]
-
-    def query(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[readers]
-
-    return replace(
-        attention,
-        q_NHD=attention.q_NHD[readers],
-        k_KHD=attention.k_KHD[order],
-        v_KHD=attention.v_KHD[order],
-        o_DNH=attention.o_DNH[:, readers],
-        q_NH=query(attention.q_NH),
-        gate_NHD=query(attention.gate_NHD),
-        gate_NH=query(attention.gate_NH),
-        k_KH=key(attention.k_KH),
-        v_KH=key(attention.v_KH),
-    )
+    moved: dict[str, Any] = {"o_DNH": attention.o_DNH[:, readers]}
+    for heads, names in (
+        (order, ("k_KHD", "k_KH", "v_KHD", "v_KH")),
+        (readers, ("q_NHD", "q_NH", "gate_NHD", "gate_NH")),
+    ):
+        tensors = ((name, getattr(attention, name)) for name in names)
+        moved |= {name: tensor[heads] for name, tensor in tensors if tensor is not None}
+    return replace(attention, **moved)
 
 
 def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
@@ -99,11 +89,10 @@ def merge_costs(attention: Attention, metric: LayerMetric) -> Tensor:
     lost_P = energy.amin(-1).clamp(min=0).sum(0) / 2  # a complex error counts half in each of its real parts
     values = _seen(v_KHE, metric).flatten(0, 1) @ v_KHE.flatten(0, 1).mT
     for at, (one, other) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
-        rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in (one, other)])
+        rows = rows_of([one, other], width)
         lower = factor(metric.value_pair(heads, one, other))
-        lost_P[at] += (
-            torch.linalg.eigvalsh(lower.mT @ values[rows[:, None], rows] @ lower)[:width].clamp(min=0).sum()
-        )
+        energy = torch.linalg.eigvalsh(lower.mT @ values[rows[:, None], rows] @ lower)
+        lost_P[at] += energy[:width].clamp(min=0).sum()
     costs_KK: Tensor = lost_P.new_zeros(heads, heads)
     costs_KK[first, second] = costs_KK[second, first] = lost_P
     return costs_KK

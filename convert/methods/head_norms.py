@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import LayerMetric, with_bias
+from ..algebra.metric import LayerMetric, with_bias, without_bias
 from ..algebra.rotary import complex_rows, half_rows
 from ..algebra.target import GroupedTarget
 from .pooling import Pool, mean_of_turned, merged_norm, phases, rotations
@@ -80,13 +80,9 @@ def shared_keys(attention: Attention, target: GroupedTarget) -> tuple[Attention,
     weight_GH = k_weight_KH.unflatten(0, (groups, -1)).mean(1)
     k_GHE = half_rows(torch.stack([key_FE for key_FE, _ in found])) / weight_GH[..., None]
     k_GHE *= (length_K.unflatten(0, (groups, -1)).mean(1) / torch.linalg.matrix_norm(k_GHE))[:, None, None]
-    hidden = attention.k_KHD.shape[-1]
-    pooled = replace(
-        attention,
-        k_KHD=k_GHE[..., :hidden],
-        k_KH=None if attention.k_KH is None else k_GHE[..., -1],
-        k_norm_KH=merged_norm(attention.k_norm_KH, groups),
-    )
+    k_GHD, k_GH = without_bias(k_GHE, attention.k_KH)
+    norm = merged_norm(attention.k_norm_KH, groups)
+    pooled = replace(attention, k_KHD=k_GHD, k_KH=k_GH, k_norm_KH=norm)
     return pooled, torch.cat([share_MF for _, share_MF in found])
 
 
@@ -96,9 +92,8 @@ def taken_over(attention: Attention, share_NF: Tensor) -> Attention:
     q_weight_NH = _usable(attention.q_norm_NH, len(q_NHE))
     z_NFE = complex_rows(q_weight_NH[..., None] * q_NHE)
     q_NHE = half_rows(share_NF.conj()[..., None] * z_NFE) / q_weight_NH[..., None]
-    hidden = attention.q_NHD.shape[-1]
-    q_NH = None if attention.q_NH is None else q_NHE[..., -1]
-    return replace(attention, q_NHD=q_NHE[..., :hidden], q_NH=q_NH)
+    q_NHD, q_NH = without_bias(q_NHE, attention.q_NH)
+    return replace(attention, q_NHD=q_NHD, q_NH=q_NH)
 
 
 def _least(tensor: Tensor) -> float:
@@ -172,22 +167,18 @@ def merged(attention: Attention, target: GroupedTarget, *, key_values: bool) -> 
         share_KF = turn_KF.conj()
     else:
         pooled, share_KF = shared_keys(attention, target)
-        v_GHE, turn_KHH = _values(attention, target)
-        hidden = attention.v_KHD.shape[-1]
-        v_KH = None if attention.v_KH is None else v_GHE[..., -1]
-        pooled = replace(pooled, v_KHD=v_GHE[..., :hidden], v_KH=v_KH)
-    found = Turns(
-        share_NF=share_KF.repeat_interleave(queries, 0), turn_NHH=turn_KHH.repeat_interleave(queries, 0)
-    )
+        v_KHE = _one_length(with_bias(attention.v_KHD, attention.v_KH))
+        groups = target.num_key_value_heads
+        turn_KHH = torch.cat([rotations(v_MHE) for v_MHE in v_KHE.chunk(groups)])
+        v_GHD, v_GH = without_bias(mean_of_turned(turn_KHH @ v_KHE, groups), attention.v_KH)
+        pooled = replace(pooled, v_KHD=v_GHD, v_KH=v_GH)
+    share_NF, turn_NHH = (rows.repeat_interleave(queries, 0) for rows in (share_KF, turn_KHH))
+    found = Turns(share_NF=share_NF, turn_NHH=turn_NHH)
     return followed(pooled, attention, found), found
 
 
 def turned(*, key_values: bool) -> Pool:
-    """Return `merged` as a method of pooling.py.
-
-    Args:
-        key_values: values are the keys before their norm.
-    """
+    """Return `merged` as a method of pooling.py."""
 
     def pooled(
         attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
@@ -219,17 +210,8 @@ def followed(pooled: Attention, attention: Attention, turns: Turns) -> Attention
 def _one_length(rows_KHE: Tensor) -> Tensor:
     """Return heads of the same Frobenius norm, their mean one."""
     length_K = torch.linalg.matrix_norm(rows_KHE)
-    least = torch.finfo(rows_KHE.dtype).tiny
-    scaled_KHE: Tensor = rows_KHE * (length_K.mean() / length_K.clamp_min(least))[:, None, None]
+    scaled_KHE: Tensor = rows_KHE * (length_K.mean() / length_K.clamp_min(_least(length_K)))[:, None, None]
     return scaled_KHE
-
-
-def _values(attention: Attention, target: GroupedTarget) -> tuple[Tensor, Tensor]:
-    """Return merged values (G, H, E), and the turn of each head (K, H, H)."""
-    v_KHE = _one_length(with_bias(attention.v_KHD, attention.v_KH))
-    found = [rotations(v_MHE) for v_MHE in v_KHE.chunk(target.num_key_value_heads)]
-    turn_KHH = torch.cat(found)
-    return mean_of_turned(turn_KHH @ v_KHE, target.num_key_value_heads), turn_KHH
 
 
 def _tied(attention: Attention, target: GroupedTarget) -> tuple[Attention, Tensor]:
@@ -239,8 +221,7 @@ def _tied(attention: Attention, target: GroupedTarget) -> tuple[Attention, Tenso
     z_KFE = complex_rows(k_KHE)
     turn_KF = torch.cat([phases(z_MFE) for z_MFE in z_KFE.chunk(groups)])
     k_GHE = mean_of_turned(half_rows(turn_KF[..., None] * z_KFE), groups)
-    hidden = attention.k_KHD.shape[-1]
-    k_GHD, k_GH = k_GHE[..., :hidden], None if attention.k_KH is None else k_GHE[..., -1]
+    k_GHD, k_GH = without_bias(k_GHE, attention.k_KH)
     norm = merged_norm(attention.k_norm_KH, groups)
     pooled = replace(attention, k_KHD=k_GHD, k_KH=k_GH, v_KHD=k_GHD, v_KH=k_GH, k_norm_KH=norm)
     return pooled, turn_KF

@@ -19,8 +19,10 @@ from ..algebra.subspaces import low_rank, matrix_root
 from ..algebra.target import LatentTarget
 from ..calibration.layer_metric import first_token_factor, of_keys
 from ..calibration.statistics import LayerStatistics
+from .latent import behind_values
 from .refinement import BATCH, LayerSample, fitting_device
 
+_REBUILT = {"q_NHD", "k_KHD", "v_KHD"}  # fields of a source layer that its fold has otherwise
 RIDGE = 1e-4  # of the mean energy: what the linear model of a norm cannot see still costs something
 
 
@@ -138,19 +140,10 @@ def to_intact(
         down_CE=down_CE,
         k_up_KHC=k_up_KHC,
         v_up_KHC=v_up_KHC,
-        o_DNH=attention.o_DNH,
         k_KHD=attention.k_KHD if normed else None,
         v_KHD=attention.v_KHD if normed else None,
-        q_NH=attention.q_NH,
-        k_KH=attention.k_KH,
-        v_KH=attention.v_KH,
-        o_D=attention.o_D,
-        q_norm_NH=attention.q_norm_NH,
-        k_norm_KH=attention.k_norm_KH,
-        gate_NHD=attention.gate_NHD,
-        gate_NH=attention.gate_NH,
-        scale=attention.scale,
         spectrum=None if energy_M is None else spectrum(energy_M),
+        **{name: value for name, value in vars(attention).items() if name not in _REBUILT},
     )
 
 
@@ -193,10 +186,6 @@ def unrotated(attention: IntactAttention) -> LatentAttention:
     the output.
     """
     queries = len(attention.q_NHA) // len(attention.k_up_KHC)
-    output_D = attention.o_D
-    if attention.v_KH is not None:
-        constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
-        output_D = constant_D if output_D is None else constant_D + output_D
     return LatentAttention(
         q_nope_NPA=attention.q_NHA,
         q_rope_NRA=attention.q_NHA[:, :0],
@@ -204,15 +193,11 @@ def unrotated(attention: IntactAttention) -> LatentAttention:
         k_up_NPC=attention.k_up_KHC.repeat_interleave(queries, 0),
         v_up_NHC=attention.v_up_KHC.repeat_interleave(queries, 0),
         k_rope_RD=attention.down_CE[:0],
-        o_DNH=attention.o_DNH,
         q_nope_NP=attention.q_NH,
         q_rope_NR=None if attention.q_NH is None else attention.q_NH[:, :0],
         k_rope_R=None if attention.k_KH is None else attention.down_CE[:0, 0],
-        o_D=output_D,
-        gate_NHD=attention.gate_NHD,
-        gate_NH=attention.gate_NH,
-        scale=attention.scale,
         spectrum=attention.spectrum,
+        **behind_values(attention),
     )
 
 
@@ -251,9 +236,8 @@ def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor
         (attention.k_KHD, attention.k_KH, attention.k_norm_KH),
     ):
         rows_NHE = with_bias(rows, bias)
-        moved = (
-            rows_NHE if input_EE is None else rows_NHE @ input_EE[: rows_NHE.shape[-1], : rows_NHE.shape[-1]]
-        )
+        width = rows_NHE.shape[-1]
+        moved = rows_NHE if input_EE is None else rows_NHE @ input_EE[:width, :width]
         square_NH = (moved * rows_NHE).sum(-1)
         if norm is None:
             found.append(torch.ones_like(square_NH))

@@ -33,12 +33,7 @@ def regressed(
 ) -> tuple[Attention, LayerMetric]:
     """Return a layer with key norms as attention without norms, and its metric.
 
-    Args:
-        source: the checkpoint.
-        number: of the layer.
-        attention: its weights, float64.
-        table_F: its angular frequencies.
-        taken: its statistics.
+    The other arguments are its weights, float64, its frequencies and its statistics.
     """
     metric = of_keys(taken, attention)
     sample = sample_of(source, taken, number, attention, table_F)
@@ -57,12 +52,7 @@ def without_norms(attention: Attention, sample: LayerSample) -> Attention:
         sample: of its inputs; sequences that are held back take no part.
     """
     # In the place of keys, queries are computed as keys are.
-    queries = replace(
-        attention,
-        k_KHD=attention.q_NHD,
-        k_KH=attention.q_NH,
-        k_norm_KH=attention.q_norm_NH,
-    )
+    queries = replace(attention, k_KHD=attention.q_NHD, k_KH=attention.q_NH, k_norm_KH=attention.q_norm_NH)
     device, hidden = fitting_device(), attention.q_NHD.shape[-1]
     layers = [layer.to(torch.float32, device) for layer in (queries, attention)]
     widths = [layer.k_KHD.shape[0] * layer.k_KHD.shape[1] for layer in layers]

@@ -11,12 +11,13 @@ of least weighted squared error. Last, every head's queries are fitted to the re
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..algebra.attention import Attention, LatentAttention
+from ..algebra.attention import Attention, IntactAttention, LatentAttention
 from ..algebra.metric import LayerMetric, with_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
@@ -46,28 +47,29 @@ class Band:
     table: int = 0
 
 
-def uniform_bands(frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band, ...]:
+def uniform_bands(frequencies_F: Tensor, slots_S: Tensor, table: int = 0) -> tuple[Band, ...]:
     """Return a slot at each frequency of a table.
 
     Each serves the same number of the source's pairs, in order.
     """
-    pairs = len(frequencies_F)
-    slots = len(slots_S)
+    pairs, slots = len(frequencies_F), len(slots_S)
     members: list[list[int]] = [[] for _ in range(slots)]
     for pair in range(pairs):
         members[pair * slots // pairs].append(pair)
     return tuple(
-        Band(frequency=f, pairs=tuple(members[slot]), slots=1) for slot, f in enumerate(slots_S.tolist())
+        Band(frequency=f, pairs=tuple(members[slot]), slots=1, table=table)
+        for slot, f in enumerate(slots_S.tolist())
     )
 
 
-def source_bands(frequencies_F: Tensor, heads: int) -> tuple[Band, ...]:
+def source_bands(frequencies_F: Tensor, heads: int, table: int = 0) -> tuple[Band, ...]:
     """Return as many slots at each of the source's frequencies as it has key heads.
 
     Nothing is lost and nothing saved.
     """
     return tuple(
-        Band(frequency=f, pairs=(pair,), slots=heads) for pair, f in enumerate(frequencies_F.tolist())
+        Band(frequency=f, pairs=(pair,), slots=heads, table=table)
+        for pair, f in enumerate(frequencies_F.tolist())
     )
 
 
@@ -111,12 +113,8 @@ def to_mla(
         v_up_NHC=up.unflatten(0, (2, len(attention.k_KHD), -1))[1].repeat_interleave(queries, 0),
         k_rope_RD=parts.k_rope_RE[..., :width],
         k_rope_R=None if attention.k_KH is None else parts.k_rope_RE[..., -1],
-        o_DNH=attention.o_DNH,
-        o_D=output_bias(attention),
-        gate_NHD=attention.gate_NHD,
-        gate_NH=attention.gate_NH,
-        scale=attention.scale,
         spectrum=spectrum(energy_M),
+        **behind_values(attention),
     )
 
 
@@ -323,19 +321,21 @@ def _exact(attention: Attention) -> LatentAttention:
         v_up_NHC=v_up_NHC,
         k_rope_RD=slots(attention.k_KHD),
         k_rope_R=None if attention.k_KH is None else slots(attention.k_KH[..., None]).squeeze(-1),
-        o_DNH=attention.o_DNH,
-        o_D=output_bias(attention),
-        gate_NHD=attention.gate_NHD,
-        gate_NH=attention.gate_NH,
-        scale=attention.scale,
+        **behind_values(attention),
     )
 
 
-def output_bias(attention: Attention) -> Tensor | None:
+def behind_values(layer: Attention | IntactAttention) -> dict[str, Any]:
+    """Return the fields of a layer that a fold keeps; the value bias moves to the output's."""
+    kept = {name: getattr(layer, name) for name in ("o_DNH", "gate_NHD", "gate_NH", "scale")}
+    return {**kept, "o_D": output_bias(layer)}
+
+
+def output_bias(layer: Attention | IntactAttention) -> Tensor | None:
     """Return the output's bias with the value bias, a constant because attention weights sum to one."""
-    if attention.v_KH is None:
-        return attention.o_D
-    assert attention.gate_NHD is None, "the rows of families with gates need projections without biases"
-    queries = len(attention.q_NHD) // len(attention.v_KHD)
-    constant_D = torch.einsum("dnh,nh->d", attention.o_DNH, attention.v_KH.repeat_interleave(queries, 0))
-    return constant_D if attention.o_D is None else constant_D + attention.o_D
+    if layer.v_KH is None:
+        return layer.o_D
+    assert layer.gate_NHD is None, "the rows of families with gates need projections without biases"
+    v_NH = layer.v_KH.repeat_interleave(layer.o_DNH.shape[1] // len(layer.v_KH), 0)
+    constant_D = torch.einsum("dnh,nh->d", layer.o_DNH, v_NH)
+    return constant_D if layer.o_D is None else constant_D + layer.o_D

@@ -256,14 +256,7 @@ def with_query_norm(
             changed[name] = torch.cat([changed[name], column_NP[..., None]], -1)
     weight = _power_of_two(_rms(torch.cat([changed["q_nope_NPA"], changed["q_rope_NRA"]], 1)) / size)
     changed = {name: rows / weight for name, rows in changed.items()}
-    return replace(
-        layer,
-        **changed,
-        **biases,
-        q_down_AD=down_AD * scale,
-        q_down_A=down_A,
-        query_norm=weight,
-    )
+    return replace(layer, **changed, **biases, q_down_AD=down_AD * scale, q_down_A=down_A, query_norm=weight)
 
 
 def _mean_one(weight_X: Tensor | None, input_XD: Tensor) -> Tensor:

@@ -51,18 +51,10 @@ def sample_of(
     table_F: Tensor,
     rotary_factor: float = 1.0,
 ) -> LayerSample | None:
-    """Return the sample of a layer.
+    """Return the sample of a layer with these statistics, weights, float64, and frequencies.
 
-    Args:
-        source: the checkpoint.
-        taken: statistics of the layer.
-        number: of the layer.
-        attention: its weights, float64.
-        table_F: its angular frequencies.
-        rotary_factor: factor on cosines and sines, unless `attention` has it.
-
-    Returns:
-        None without statistics, and where this package's forward pass does not compute what the source does.
+    `rotary_factor` is the one on cosines and sines, unless `attention` has it. The result is None without
+    statistics, and where this package's forward pass does not compute what the source does.
     """
     if taken is None:
         return None

@@ -26,7 +26,9 @@ def first_form(
     Each is scaled to lengths about 1. The other arguments are those of `fit_form`.
     """
     forms = []
-    for form_CC in (torch.eye(len(gram_CC)).to(gram_CC), _pseudo_inverse(gram_CC)):
+    energy_C, basis_CC = torch.linalg.eigh(gram_CC)
+    inverse_CC = (basis_CC / energy_C.clamp(min=_LEAST * energy_C[-1])) @ basis_CC.mT
+    for form_CC in (torch.eye(len(gram_CC)).to(gram_CC), inverse_CC):
         length_X = _lengths(form_CC, latent_XC)
         forms.append(form_CC * ((weight_X * length_X).sum() / (weight_X * length_X.square()).sum()))
     return min(forms, key=lambda form_CC: _error(form_CC, held_XC, held_weight_X))
@@ -118,16 +120,8 @@ def fit_root(
 ) -> Tensor:
     """Return a symmetric A (C, C) of least mean (1 / |A c| - 1)², which is the error that a norm makes.
 
-    The eigenvalues of AᵀA are at least `FLOOR` / C. What is fitted, by L-BFGS, is a root of the rest. The
-    other arguments are those of `fit_form`.
-
-    Args:
-        latent_XC: tokens that A is fitted on.
-        held_XC: tokens that measure the error; the A with the least is returned.
-        weight_X: of the former.
-        held_weight_X: of the latter.
-        form_CC: from whose positive part the search begins.
-        steps: most steps.
+    The eigenvalues of AᵀA are at least `FLOOR` / C. What is fitted, by L-BFGS, is a root of the rest, from
+    the positive part of `form_CC` on. The other arguments are those of `fit_form`.
     """
     floor = FLOOR / len(form_CC)
     value_C, basis_CC = torch.linalg.eigh(form_CC)
@@ -169,9 +163,3 @@ def _lengths(form_CC: Tensor, latent_XC: Tensor) -> Tensor:
 
 def _error(form_CC: Tensor, latent_XC: Tensor, weight_X: Tensor) -> float:
     return float((weight_X * (_lengths(form_CC, latent_XC) - 1).square()).mean())
-
-
-def _pseudo_inverse(gram_CC: Tensor) -> Tensor:
-    energy_C, basis_CC = torch.linalg.eigh(gram_CC)
-    inverse_CC: Tensor = (basis_CC / energy_C.clamp(min=_LEAST * energy_C[-1])) @ basis_CC.mT
-    return inverse_CC

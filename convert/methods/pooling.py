@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..algebra.attention import Attention
-from ..algebra.metric import UNWEIGHTED, LayerMetric, with_bias
+from ..algebra.metric import UNWEIGHTED, LayerMetric, with_bias, without_bias
 from ..algebra.queries import fit_queries
 from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import leading, low_rank
@@ -56,41 +56,23 @@ def aligned(
     Procrustes solutions. An average of unlike heads is too small, so it is scaled to the mean Frobenius norm
     of the group.
     """
-    heads = attention.k_KHD.shape[0]
-    if heads == target.num_key_value_heads:
+    heads, groups = len(attention.k_KHD), target.num_key_value_heads
+    if heads == groups:
         return attention
-    members = heads // target.num_key_value_heads
-    k_KHE = with_bias(attention.k_KHD, attention.k_KH)
+    z_KFE = complex_rows(with_bias(attention.k_KHD, attention.k_KH))
     v_KHE = with_bias(attention.v_KHD, attention.v_KH)
-    k_GHE, v_GHE, turns_KF, turns_KHH = [], [], [], []
-    for first in range(0, heads, members):
-        group = slice(first, first + members)
-        turn_MF = phases(complex_rows(k_KHE[group]))
-        turn_MHH = rotations(v_KHE[group])
-        turned_k = half_rows(turn_MF[..., None] * complex_rows(k_KHE[group]))
-        turned_v = turn_MHH @ v_KHE[group]
-        k_GHE.append(_renormalised(turned_k))
-        v_GHE.append(_renormalised(turned_v))
-        turns_KF.append(turn_MF)
-        turns_KHH.append(turn_MHH)
-    k = torch.stack(k_GHE)
-    v = torch.stack(v_GHE)
-    hidden = attention.q_NHD.shape[-1]
-    queries = attention.q_NHD.shape[0] // heads
-    turn_NF = torch.cat(turns_KF).repeat_interleave(queries, 0)
-    turn_NHH = torch.cat(turns_KHH).repeat_interleave(queries, 0)
-    q_NH = attention.q_NH
+    turn_KF = torch.cat([phases(z_MFE) for z_MFE in z_KFE.chunk(groups)])
+    turn_KHH = torch.cat([rotations(v_MHE) for v_MHE in v_KHE.chunk(groups)])
+    queries = len(attention.q_NHD) // heads
+    turn_NF, turn_NHH = (turns.repeat_interleave(queries, 0) for turns in (turn_KF, turn_KHH))
+    z_NFE = complex_rows(with_bias(attention.q_NHD, attention.q_NH))
+    q_NHD, q_NH = without_bias(half_rows(turn_NF[..., None] * z_NFE), attention.q_NH)
+    turned_KHE = half_rows(turn_KF[..., None] * z_KFE)
+    k_GHD, k_GH = without_bias(mean_of_turned(turned_KHE, groups), attention.k_KH)
+    v_GHD, v_GH = without_bias(mean_of_turned(turn_KHH @ v_KHE, groups), attention.v_KH)
+    o_DNH = torch.einsum("dnh,ngh->dng", attention.o_DNH, turn_NHH)
     return replace(
-        attention,
-        q_NHD=half_rows(turn_NF[..., None] * complex_rows(attention.q_NHD)),
-        q_NH=None
-        if q_NH is None
-        else half_rows(turn_NF[..., None] * complex_rows(q_NH[..., None])).squeeze(-1),
-        k_KHD=k[..., :hidden],
-        k_KH=None if attention.k_KH is None else k[..., -1],
-        v_KHD=v[..., :hidden],
-        v_KH=None if attention.v_KH is None else v[..., -1],
-        o_DNH=torch.einsum("dnh,ngh->dng", attention.o_DNH, turn_NHH),
+        attention, q_NHD=q_NHD, q_NH=q_NH, k_KHD=k_GHD, k_KH=k_GH, v_KHD=v_GHD, v_KH=v_GH, o_DNH=o_DNH
     )
 
 
@@ -104,8 +86,7 @@ def subspace(
     fitted to the whole of it. Values are read from the best H-dimensional subspace of all the group's values.
     The result is exact when the heads are equal up to phases and rotations.
     """
-    heads = len(attention.k_KHD)
-    groups = target.num_key_value_heads
+    heads, groups = len(attention.k_KHD), target.num_key_value_heads
     if heads == groups:
         return attention
     queries = len(attention.q_NHD) // heads
@@ -115,51 +96,34 @@ def subspace(
     q_NHE = with_bias(attention.q_NHD, attention.q_NH)
     z_KFE = complex_rows(k_KHE)
     pairs_FKK = metric.pairs(heads)
-    moment = metric.moment
-    moment_EE = moment(k_KHE)
+    moment_EE = metric.moment(k_KHE)
     seen_KFE = z_KFE if moment_EE is None else complex_rows(k_KHE @ moment_EE)
     keys, values, maps, fits = [], [], [], []
     for first in range(0, heads, heads // groups):
         group = slice(first, first + heads // groups)
-        key_FE = _shared_key(z_KFE[group], pairs_FKK[:, group, group], seen_KFE[group])
+        pairs_FMM, z_MFE, seen_MFE = pairs_FKK[:, group, group], z_KFE[group], seen_KFE[group]
+        key_FE = torch.cat(
+            [leading(z_MFE[:, f], pairs_FMM[f], seen_MFE[:, f], 1)[0] for f in range(width // 2)]
+        )
         keys.append(half_rows(key_FE))
         readers = metric.of_queries(slice(group.start * queries, group.stop * queries))
+        slots_RE, none_CE = interleaved_rows(key_FE), k_KHE[0, :0]
         fit_NRH, _ = fit_queries(
-            k_KHE[group],
-            frequencies_F,
-            interleaved_rows(key_FE),
-            frequencies_F,
-            k_KHE[0, :0],
-            queries,
-            readers,
+            k_KHE[group], frequencies_F, slots_RE, frequencies_F, none_CE, queries, readers
         )
         fits.append(torch.cat([fit_NRH[:, ::2], fit_NRH[:, 1::2]], 1))
         value_HE, map_MH, _ = low_rank(
-            v_KHE[group].flatten(0, 1), metric.value_blocks(heads, group), moment(v_KHE), width
+            v_KHE[group].flatten(0, 1), metric.value_blocks(heads, group), metric.moment(v_KHE), width
         )
         values.append(value_HE)
         maps.append(map_MH.unflatten(0, (-1, width)))
-    q_NHE = torch.cat(fits) @ q_NHE
-    map_NHH = torch.cat(maps).repeat_interleave(queries, 0)
-    k_GHE = torch.stack(keys)
-    v_GHE = torch.stack(values)
-    hidden = attention.q_NHD.shape[-1]
+    q_NHD, q_NH = without_bias(torch.cat(fits) @ q_NHE, attention.q_NH)
+    k_GHD, k_GH = without_bias(torch.stack(keys), attention.k_KH)
+    v_GHD, v_GH = without_bias(torch.stack(values), attention.v_KH)
+    o_DNH = torch.einsum("dnh,nhg->dng", attention.o_DNH, torch.cat(maps).repeat_interleave(queries, 0))
     return replace(
-        attention,
-        q_NHD=q_NHE[..., :hidden],
-        q_NH=None if attention.q_NH is None else q_NHE[..., -1],
-        k_KHD=k_GHE[..., :hidden],
-        k_KH=None if attention.k_KH is None else k_GHE[..., -1],
-        v_KHD=v_GHE[..., :hidden],
-        v_KH=None if attention.v_KH is None else v_GHE[..., -1],
-        o_DNH=torch.einsum("dnh,nhg->dng", attention.o_DNH, map_NHH),
+        attention, q_NHD=q_NHD, q_NH=q_NH, k_KHD=k_GHD, k_KH=k_GH, v_KHD=v_GHD, v_KH=v_GH, o_DNH=o_DNH
     )
-
-
-def _shared_key(z_MFE: Tensor, pairs_FMM: Tensor, seen_MFE: Tensor) -> Tensor:
-    """Return the best key (F, E) of some heads, pair by pair, in the metric of the pairs."""
-    found = [leading(z_MFE[:, f], pairs_FMM[f], seen_MFE[:, f], 1)[0] for f in range(z_MFE.shape[1])]
-    return torch.cat(found)
 
 
 def phases(z_MFE: Tensor) -> Tensor:
@@ -212,15 +176,10 @@ def _renormalised(rows_MHE: Tensor) -> Tensor:
 
 
 def merged_norm(weight_KH: Tensor | None, groups: int) -> Tensor | None:
-    """Return the weight of a norm for fewer heads.
-
-    It does not change where heads share it; otherwise it is the average of each group's.
-    """
-    return (
-        weight_KH
-        if weight_KH is None or len(weight_KH) == 1
-        else weight_KH.unflatten(0, (groups, -1)).mean(1)
-    )
+    """Return the weight of a norm for fewer heads: a shared one, or the average of each group's."""
+    if weight_KH is None or len(weight_KH) == 1:
+        return weight_KH
+    return weight_KH.unflatten(0, (groups, -1)).mean(1)
 
 
 def mean_of_turned(rows_KHE: Tensor, groups: int) -> Tensor:
@@ -234,56 +193,34 @@ def by_dimension(pool: Pool) -> Pool:
     A gate multiplies each dimension of a head's output (Qwen3-Next). It stands between values and W_O, so a
     head's values cannot change their basis, but a factor on each dimension passes through it. So each
     dimension of a group's value is the best rank one of that dimension of its heads, and the factors go into
-    W_O.
+    W_O. Nothing is lost where, in each dimension, the heads of a group are multiples of each other.
     """
 
     def pooled(
         attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
     ) -> Attention:
-        if target.num_key_value_heads == len(attention.k_KHD):
+        heads, width = attention.v_KHD.shape[:2]
+        if target.num_key_value_heads == heads:
             return attention
+        members = heads // target.num_key_value_heads
+        v_KHE = with_bias(attention.v_KHD, attention.v_KH)
+        moment_EE = metric.moment(v_KHE)
+        values, factors = [], []
+        for first in range(0, heads, members):
+            group = slice(first, first + members)
+            if metric is UNWEIGHTED:
+                cost_SS = torch.eye(members * width, dtype=torch.float64)
+            else:
+                cost_SS = torch.block_diag(*metric.value_blocks(heads, group))
+            cost_MHMH = cost_SS.view(members, width, members, width)
+            found = [
+                low_rank(v_KHE[group, h], cost_MHMH[:, h, :, h][None], moment_EE, 1)[:2] for h in range(width)
+            ]
+            values.append(torch.cat([value_1E for value_1E, _ in found]))
+            factors.append(torch.cat([factor_M1 for _, factor_M1 in found], 1))
+        v_GHD, v_GH = without_bias(torch.stack(values), attention.v_KH)
+        factor_NH = torch.cat(factors).repeat_interleave(attention.o_DNH.shape[1] // heads, 0)
         by_pool = pool(attention, target, metric, frequencies_F)
-        found = _dimensions(attention, target, metric)
-        return replace(by_pool, v_KHD=found.v_KHD, v_KH=found.v_KH, o_DNH=found.o_DNH)
+        return replace(by_pool, v_KHD=v_GHD, v_KH=v_GH, o_DNH=attention.o_DNH * factor_NH)
 
     return pooled
-
-
-def _dimensions(attention: Attention, target: GroupedTarget, metric: LayerMetric) -> Attention:
-    """Pool each group's values dimension by dimension.
-
-    Nothing is lost where, in each dimension, the heads of a group are multiples of each other.
-    """
-    heads, width = attention.v_KHD.shape[:2]
-    groups = target.num_key_value_heads
-    members = heads // groups
-    v_KHE = with_bias(attention.v_KHD, attention.v_KH)
-    moment_EE = metric.moment(v_KHE)
-    pooled, factors = [], []
-    for first in range(0, heads, members):
-        group = slice(first, first + members)
-        cost_MHMH = _value_costs(metric, heads, group, width)
-        found = [
-            low_rank(v_KHE[group, h], cost_MHMH[:, h, :, h][None], moment_EE, 1)[:2] for h in range(width)
-        ]
-        pooled.append(torch.cat([value_1E for value_1E, _ in found]))
-        factors.append(torch.cat([factor_M1 for _, factor_M1 in found], 1))
-    v_GHE, factor_KH = torch.stack(pooled), torch.cat(factors)
-    hidden = attention.v_KHD.shape[-1]
-    factor_NH = factor_KH.repeat_interleave(attention.o_DNH.shape[1] // heads, 0)
-    return replace(
-        attention,
-        v_KHD=v_GHE[..., :hidden],
-        v_KH=None if attention.v_KH is None else v_GHE[..., -1],
-        o_DNH=attention.o_DNH * factor_NH,
-    )
-
-
-def _value_costs(metric: LayerMetric, heads: int, group: slice, width: int) -> Tensor:
-    """Return what errors in the values of a group cost, (M, H, M, H)."""
-    members = group.stop - group.start
-    if metric is UNWEIGHTED:
-        return torch.eye(members * width, dtype=torch.float64).view(members, width, members, width)
-    blocks_BSS = metric.value_blocks(heads, group)
-    costs_SS: Tensor = torch.block_diag(*blocks_BSS)
-    return costs_SS.view(members, width, members, width)

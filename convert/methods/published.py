@@ -115,9 +115,8 @@ def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple
     """
     if len(stock_S) > len(frequencies_F):
         raise InvalidInput(
-            f"{2 * len(stock_S)} rotary dimensions are more than the head dimension "
-            f"{2 * len(frequencies_F)}, "
-            "which is the most that this method fills; make --rope-dim smaller"
+            f"{2 * len(stock_S)} rotary dimensions exceed the head dimension, {2 * len(frequencies_F)}; "
+            "make --rope-dim smaller"
         )
     return uniform_bands(frequencies_F, stock_S)
 
@@ -129,9 +128,8 @@ def ranked_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tupl
     head are summed over the layers, and the largest sums get the slots. Pairs that do not rotate come last.
     """
     ranked = [_contributions(*layer).T.sort(-1, descending=True).values for layer in layers()]
-    return allocate(
-        torch.stack(ranked).sum(0) * (frequencies_F > STILL)[:, None], frequencies_F, len(stock_S)
-    )
+    total_FK = torch.stack(ranked).sum(0) * (frequencies_F > STILL)[:, None]
+    return allocate(total_FK, frequencies_F, len(stock_S))
 
 
 def placed_bands(
@@ -315,14 +313,11 @@ def peer(method: str) -> Peer | None:
     multiple, weight = found.get("fold", 1.0), found.get("balance", 1.0)
     is_known = name in DECOMPOSITIONS and len(found) == len(settings)
     if not is_known or multiple not in (1, 2, 4, 8, 16, 32, 64) or not weight > 0:
-        settings_of = {
-            "mha2mla": "mha2mla takes :high, :low or :uniform, then :split",
-            **dict.fromkeys(
-                DECOMPOSITIONS, f"{name} takes :foldN with N 1, 2, 4, ... 64, and :balanceR, R > 0"
-            ),
-        }
+        takes = {"mha2mla": "mha2mla takes :high, :low or :uniform, then :split"}
+        if name in DECOMPOSITIONS:
+            takes[name] = f"{name} takes :foldN with N 1, 2, 4, ... 64, and :balanceR, R > 0"
         raise InvalidInput(
-            f"--method {method} is no setting of {name}; {settings_of.get(name, 'it has none: leave it out')}"
+            f"--method {method} is no setting of {name}; {takes.get(name, 'it has none: leave it out')}"
         )
     return _merged_heads(name, int(multiple), weight)
 

@@ -77,13 +77,7 @@ def query_metric(
 ) -> LayerMetric:
     """Return the metric of errors at queries as they are projected, before any norm.
 
-    It comes from statistics, or from the weights alone.
-
-    Args:
-        attention: the source's weights, float64.
-        statistics: of the layer.
-        span: max_position_embeddings.
-        frequencies_F: the source's angular frequencies, float64.
+    It comes from statistics, or from the weights, in float64, alone.
     """
     if statistics is not None:
         return from_statistics(statistics)
@@ -115,11 +109,7 @@ def planned_losses(
 ) -> tuple[dict[str, float], ...]:
     """Return the predicted losses of all layers, including that of the queries where they are compressed.
 
-    Args:
-        source: the checkpoint.
-        target: the target, whose query rank counts.
-        statistics: of the source; None where nothing is predicted.
-        losses: of keys and values; empty where they are not predicted.
+    `losses` are those of keys and values; empty where they are not predicted.
     """
     if statistics is None or not isinstance(target, LatentTarget) or target.q_lora_rank is None:
         return losses
@@ -134,11 +124,7 @@ def planned_losses(
 def query_parameters(target: Target, writes: "Mapping[str, TensorSpec]") -> tuple[int, int] | None:
     """Return the number of weights that make a layer's queries, in one matrix and as they are written.
 
-    The result is None where queries are not compressed.
-
-    Args:
-        target: the target.
-        writes: the layer's output tensors by name.
+    `writes` are the layer's output tensors. The result is None where queries are not compressed.
     """
     if not isinstance(target, LatentTarget) or target.q_lora_rank is None:
         return None
@@ -152,10 +138,7 @@ def query_parameters(target: Target, writes: "Mapping[str, TensorSpec]") -> tupl
 
 
 def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[str]:
-    """Return a notice where compressed queries have more weights than uncompressed ones.
-
-    Arguments are those of `query_parameters`.
-    """
+    """Return a notice where compressed queries have more weights than uncompressed ones."""
     direct, made = query_parameters(target, writes) or (1, 0)
     if made < direct:
         return []
@@ -169,7 +152,6 @@ def query_notices(target: Target, writes: "Mapping[str, TensorSpec]") -> list[st
 def _costs(metric: LayerMetric) -> Tensor:
     """Return G at the queries, made non-singular everywhere."""
     mean = metric.query_NHH.diagonal(dim1=1, dim2=2).mean()
-    costs_NHH: Tensor = metric.query_NHH + _RIDGE * mean * torch.eye(
-        metric.query_NHH.shape[-1], dtype=mean.dtype
-    )
+    ridge_HH = _RIDGE * mean * torch.eye(metric.query_NHH.shape[-1], dtype=mean.dtype)
+    costs_NHH: Tensor = metric.query_NHH + ridge_HH
     return costs_NHH

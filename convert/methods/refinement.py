@@ -368,16 +368,12 @@ def _solved(layer: Layer, loss: _Loss) -> Iterator[Layer]:
         yield replace(layer, o_DNH=(o_DW + change_WD.mT).view(layer.o_DNH.shape).to(o_DW.dtype))
 
 
-def _on_the_way(start: Layer, end: Layer) -> list[Layer]:
-    """Return the fitted layer and those between it and the closed form."""
-    return [_between(start, end, share) for share in SHARES]
-
-
-def _between(start: Layer, end: Layer, share: float) -> Layer:
-    ends = {field.name: getattr(end, field.name) for field in fields(end)}
-    tensors: dict[str, Any] = {
-        name: torch.lerp(getattr(start, name), tensor, share)
-        for name, tensor in ends.items()
-        if isinstance(tensor, Tensor)
-    }
-    return replace(end, **tensors)
+def _on_the_way(start: Layer, end: Layer) -> Iterator[Layer]:
+    """Yield the fitted layer and those between it and the closed form."""
+    for share in SHARES:
+        tensors: dict[str, Any] = {
+            field.name: torch.lerp(getattr(start, field.name), getattr(end, field.name), share)
+            for field in fields(end)
+            if isinstance(getattr(end, field.name), Tensor)
+        }
+        yield replace(end, **tensors)

@@ -24,6 +24,7 @@ Legend: published.py; A the real and the imaginary part of a pair.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -35,7 +36,7 @@ from ..algebra.rotary import complex_rows, half_rows, interleaved_rows
 from ..algebra.subspaces import low_rank
 from ..algebra.target import LatentTarget
 from ..calibration.statistics import LayerStatistics
-from .latent import Band
+from .latent import Band, behind_values
 
 # Relative to the values: anything smaller is no key, but the rounding of one that the slots hold whole.
 ROUNDING = 1e-10
@@ -115,11 +116,9 @@ def written(
     keys.
     """
     queries = len(attention.q_NHD) // len(attention.k_KHD)
-    (q_nope_NPE, q_rope_NRE), o_D = q_NXE, attention.o_D
+    q_nope_NPE, q_rope_NRE = q_NXE
     k_up_NPC, v_up_NHC = (up.repeat_interleave(queries, 0) for up in up_KHC)
-    if attention.v_KH is not None:
-        moved_D = torch.einsum("dnh,nh->d", attention.o_DNH, v_constant_KH.repeat_interleave(queries, 0))
-        o_D = moved_D if o_D is None else o_D + moved_D
+    biased = attention if attention.v_KH is None else replace(attention, v_KH=v_constant_KH)
     return LatentAttention(
         q_nope_NPA=q_nope_NPE[..., :-1],
         q_rope_NRA=q_rope_NRE[..., :-1],
@@ -130,11 +129,7 @@ def written(
         v_up_NHC=v_up_NHC,
         k_rope_RD=k_rope_RE[:, :-1],
         k_rope_R=None if attention.k_KH is None else k_rope_RE[:, -1],
-        o_DNH=attention.o_DNH,
-        o_D=o_D,
-        gate_NHD=attention.gate_NHD,
-        gate_NH=attention.gate_NH,
-        scale=attention.scale,
+        **behind_values(biased),
     )
 
 

@@ -52,12 +52,6 @@ def check_prepared(
 ) -> None:
     """Refuse to prepare a fold for a quantised cache where that is none of its purposes.
 
-    Args:
-        target: attention of the output.
-        method: name of a method.
-        cache_dtype: format of the cache.
-        rank: as the user gave it.
-
     Raises:
         InvalidInput: the fold is a proof, or a rule that is taken as published.
     """
@@ -80,12 +74,7 @@ def check_calibrated(
 ) -> None:
     """Refuse to fold without statistics what cannot be.
 
-    Args:
-        method: name of a method.
-        target: attention of the output.
-        rotating: dimensions of a source's head that rotate.
-        calibrated: whether there are statistics.
-        biased: whether biases must go into weights.
+    `rotating` dimensions of a source's head rotate; `biased`: biases must go into weights.
 
     Raises:
         InvalidInput: the method or the slots need statistics.

@@ -4,10 +4,14 @@ What is cached may be written in other coordinates, in which its numbers are as 
 (algebra/balance.py).
 
 What may be written otherwise depends on the form: a latent in any basis; behind an RMSNorm, turned before it
-and with other weights of it; values in any basis of each head; rotated keys with a factor per pair; slots of
-one frequency mixed (slot_mix.py).
+and with other weights of it; values in any basis of each head; rotated keys with a factor per pair; and the
+slots of one frequency mixed. Position t turns every slot of frequency ω by the same angle ωt. So the slots of
+one frequency are a complex vector κ, and its turn is a factor exp(iωt). Any invertible complex M commutes
+with that: with M κ in the place of κ, and the queries by M⁻ᴴ, scores stay the same at every distance. A slot
+that is large next to another of its frequency, as a nearly constant one is, then shares its size and its
+errors with it.
 
-Legend: attention.py; W numbers that one token and head caches.
+Legend: attention.py; W numbers that one token and head caches; M slots of one frequency.
 """
 
 import math
@@ -26,7 +30,6 @@ from ..methods.latent_norm import NormBasis
 from ..methods.refinement import Layer
 from .cache_fit import Coordinates, fit_coordinates
 from .cache_moments import CacheMoments
-from .slot_mix import slot_mix
 
 # Root mean square that stored numbers get, so that a scale of 1 suits them: the largest of fp8_e4m3, 448, is
 # far above it, and numbers lose digits only below 2^-7 of it.
@@ -51,33 +54,27 @@ def caches_of(dtype: CacheDtype, basis: CacheBasis) -> tuple[Cache, ...]:
 
     The layer may be trained through them in the coordinates that it has.
     """
-    return tuple(_Through(dtype, basis_KWW) for basis_KWW in basis.tensors)
 
+    def cache_in(basis_KWW: Tensor) -> Cache:
+        there_KWW, back_KWW = basis_KWW.mT, torch.linalg.inv(basis_KWW).mT
 
-class _Through:
-    """A cache in other coordinates than those of the layer that writes it."""
+        def passed(rows: Tensor) -> Tensor:
+            ways = there_KWW.to(rows), back_KWW.to(rows)
+            there, back = (way[0] for way in ways) if rows.ndim == 3 else ways  # of a latent and its slots
+            read: Tensor = dtype.passed(rows @ there) @ back
+            return read
 
-    def __init__(self, dtype: CacheDtype, basis_KWW: Tensor) -> None:
-        self._dtype, self._there_KWW, self._back_KWW = dtype, basis_KWW.mT, torch.linalg.inv(basis_KWW).mT
+        return passed
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        there_KWW, back_KWW = self._there_KWW.to(rows), self._back_KWW.to(rows)
-        if rows.ndim == 3:  # a latent and its slots
-            there_KWW, back_KWW = there_KWW[0], back_KWW[0]
-        read: Tensor = self._dtype.passed(rows @ there_KWW) @ back_KWW
-        return read
+    return tuple(map(cache_in, basis.tensors))
 
 
 def fit_basis(
     layer: AnyAttention, slots_S: Tensor, moments: tuple[CacheMoments, ...], dtype: CacheDtype
 ) -> CacheBasis:
-    """Return coordinates for a format in which a layer's cache can be written.
+    """Return coordinates for a format in which the cache of a folded layer, float64, can be written.
 
-    Args:
-        layer: folded, float64.
-        slots_S: angular frequencies of its slots or pairs.
-        moments: of the tensors that it caches; coordinates are fitted where they have numbers of tokens.
-        dtype: the format.
+    They are fitted where the moments have numbers of tokens. `slots_S` are frequencies of slots or pairs.
     """
     if isinstance(layer, LatentAttention):
         return _of_latent(layer, slots_S, moments[0], dtype)
@@ -94,7 +91,9 @@ def in_basis(layer: Layer, basis: CacheBasis) -> Layer:
     if isinstance(layer, LatentAttention):
         made = _latent_in_basis(layer, first_KWW[0])
     elif isinstance(layer, IntactAttention):
-        made = _rebuilt_in_basis(layer, first_KWW[0])
+        back_CC = torch.linalg.inv(first_KWW[0])
+        k_up_KHC, v_up_KHC = layer.k_up_KHC @ back_CC, layer.v_up_KHC @ back_CC
+        made = replace(layer, down_CE=first_KWW[0] @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
     else:
         made = _with_value_basis(_with_key_scales(layer, first_KWW.diagonal(0, -2, -1)), last_KWW)
     written: Layer = made
@@ -106,7 +105,7 @@ def _free(moments: CacheMoments, dtype: CacheDtype) -> Tensor:
     found = []
     for head, (value_WW, cost_WW) in enumerate(zip(moments.value_KWW, moments.cost_KWW, strict=True)):
         inner_WW = balanced(value_WW, cost_WW)
-        start = Coordinates.of(torch.ones(len(inner_WW), dtype=torch.float64), inner_WW)
+        start = Coordinates(outer_C=torch.ones(len(inner_WW), dtype=torch.float64), inner_CC=inner_WW)
         found.append(_matrix(_fitted(start, moments, head, dtype)))
     return torch.stack(found)
 
@@ -154,21 +153,6 @@ def _fitted(start: Coordinates, moments: CacheMoments, head: int, dtype: CacheDt
     return replace(found, outer_C=found.outer_C * size, scale_S=found.scale_S * size)
 
 
-def _factors(value_WW: Tensor, cost_WW: Tensor, pair_W: Tensor) -> Tensor:
-    """Return the factors (S,) on pairs of numbers that make their energies equal to their costs.
-
-    Args:
-        value_WW: second moment of the numbers.
-        cost_WW: cost of errors in them.
-        pair_W: the pair of each number.
-    """
-    energy_S, cost_S = (
-        torch.zeros(len(pair_W) // 2, dtype=torch.float64).index_add_(0, pair_W, moment_W)
-        for moment_W in (floored(value_WW).diagonal(), floored(cost_WW).diagonal())
-    )
-    return (cost_S / energy_S).pow(0.25)
-
-
 def _of_keys(layer: Attention, keys: CacheMoments, dtype: CacheDtype) -> Tensor:
     """Return T (K, H, H) for rotated keys: a factor on each pair, where no norm forbids it."""
     heads, width = layer.k_KHD.shape[:2]
@@ -176,13 +160,14 @@ def _of_keys(layer: Attention, keys: CacheMoments, dtype: CacheDtype) -> Tensor:
     if layer.k_norm_KH is not None or layer.q_norm_NH is not None:
         return eye_HH.repeat(heads, 1, 1)
     pair_H = torch.arange(width // 2).repeat(2)
-    empty = torch.zeros(0, dtype=torch.float64)
     found = []
     for head in range(heads):
-        scale_F = _factors(keys.value_KWW[head], keys.cost_KWW[head], pair_H)
-        start = Coordinates(
-            outer_C=empty, inner_CC=empty.view(0, 0), scale_S=scale_F, pair_R=pair_H, mix_RR=eye_HH
+        energy_F, cost_F = (  # of both numbers of a pair, which a factor makes equal
+            torch.zeros(width // 2, dtype=torch.float64).index_add_(0, pair_H, floored(moment_HH).diagonal())
+            for moment_HH in (keys.value_KWW[head], keys.cost_KWW[head])
         )
+        scale_F = (cost_F / energy_F).pow(0.25)
+        start = Coordinates(scale_S=scale_F, pair_R=pair_H, mix_RR=eye_HH)
         found.append(_matrix(_fitted(start, keys, head, dtype)))
     return torch.stack(found)
 
@@ -190,32 +175,21 @@ def _of_keys(layer: Attention, keys: CacheMoments, dtype: CacheDtype) -> Tensor:
 def _latent_in_basis(layer: LatentAttention, basis_WW: Tensor) -> LatentAttention:
     """Return the same function with other slots, and with another latent where no norm comes first."""
     rank = len(layer.down_CD)
-    layer = _with_slots(layer, basis_WW[rank:, rank:])
-    if layer.level_CC is not None:
-        return layer
-    basis_CC = basis_WW[:rank, :rank]
-    back_CC = torch.linalg.inv(basis_CC)
-    k_up_NPC, v_up_NHC = layer.k_up_NPC @ back_CC, layer.v_up_NHC @ back_CC
-    return replace(layer, down_CD=basis_CC @ layer.down_CD, k_up_NPC=k_up_NPC, v_up_NHC=v_up_NHC)
-
-
-def _rebuilt_in_basis(layer: IntactAttention, basis_CC: Tensor) -> IntactAttention:
-    """Return attention with rebuilt keys with its latent in other coordinates."""
-    back_CC = torch.linalg.inv(basis_CC)
-    k_up_KHC, v_up_KHC = layer.k_up_KHC @ back_CC, layer.v_up_KHC @ back_CC
-    return replace(layer, down_CE=basis_CC @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
-
-
-def _with_slots(layer: LatentAttention, basis_RR: Tensor) -> LatentAttention:
-    """Return the same function with T κ in the place of the slots' keys; T commutes with the rotation."""
+    # The part of the slots commutes with the rotation.
+    basis_CC, basis_RR = basis_WW[:rank, :rank], basis_WW[rank:, rank:]
     back_RR = torch.linalg.inv(basis_RR).mT
-    return replace(
+    layer = replace(
         layer,
         k_rope_RD=basis_RR @ layer.k_rope_RD,
         k_rope_R=None if layer.k_rope_R is None else basis_RR @ layer.k_rope_R,
         q_rope_NRA=back_RR @ layer.q_rope_NRA,
         q_rope_NR=None if layer.q_rope_NR is None else layer.q_rope_NR @ back_RR.mT,
     )
+    if layer.level_CC is not None:
+        return layer
+    back_CC = torch.linalg.inv(basis_CC)
+    k_up_NPC, v_up_NHC = layer.k_up_NPC @ back_CC, layer.v_up_NHC @ back_CC
+    return replace(layer, down_CD=basis_CC @ layer.down_CD, k_up_NPC=k_up_NPC, v_up_NHC=v_up_NHC)
 
 
 def _with_value_basis(layer: Attention, basis_KHH: Tensor) -> Attention:
@@ -238,3 +212,33 @@ def _with_key_scales(layer: Attention, scale_KH: Tensor) -> Attention:
         q_NHD=layer.q_NHD / scale_NH[..., None],
         q_NH=None if layer.q_NH is None else layer.q_NH / scale_NH,
     )
+
+
+def slot_mix(value_RR: Tensor, cost_RR: Tensor, slots_S: Tensor) -> Tensor:
+    """Return T (R, R), float64, with T κ to be written in the place of rotated slots κ.
+
+    Numbers of each frequency become as large as errors in them cost. T is zero between slots of unlike
+    frequencies. The arguments are the second moment of the rotated slots, interleaved, the cost of errors in
+    them, float64, and the angular frequency of each slot.
+    """
+    mix_RR = torch.zeros_like(value_RR)
+    for frequency in slots_S.unique():
+        number_M = (slots_S == frequency).nonzero()[:, 0]
+        place_R = torch.stack([2 * number_M, 2 * number_M + 1], -1).flatten()
+        value_MM, cost_MM = (_complex(moment_RR[place_R][:, place_R]) for moment_RR in (value_RR, cost_RR))
+        mix_RR[place_R[:, None], place_R] = _real(balanced(value_MM, cost_MM))
+    return mix_RR
+
+
+def _complex(moment_RR: Tensor) -> Tensor:
+    """Return the moment E κ κᴴ (M, M) of complex numbers from that of their real and imaginary parts."""
+    parts_MMPP = moment_RR.unflatten(0, (-1, 2)).unflatten(2, (-1, 2)).transpose(1, 2)
+    real_MM = parts_MMPP[..., 0, 0] + parts_MMPP[..., 1, 1]
+    return torch.complex(real_MM, parts_MMPP[..., 1, 0] - parts_MMPP[..., 0, 1])
+
+
+def _real(mix_MM: Tensor) -> Tensor:
+    """Return a complex map as a real one (2M, 2M) of interleaved real and imaginary parts."""
+    upper = torch.stack([mix_MM.real, -mix_MM.imag], -1)
+    lower = torch.stack([mix_MM.imag, mix_MM.real], -1)
+    return torch.stack([upper, lower], 1).flatten(2).flatten(0, 1)

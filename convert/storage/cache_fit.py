@@ -11,7 +11,6 @@ Legend: attention.py; X tokens, W numbers of one token and head, of which the fi
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ RATE = 0.03  # of Adam, falling linearly to 0
 # after the first, so that a step is half to a quarter of the number. The smallest is 1/12 of the largest of
 # the 16, whose own error is that of the scale, which has three digits.
 SHARE, FLOOR, LARGEST = 0.135, 1 / 144, 0.135 / 16
+_NO_FACTORS, _NO_MAP = torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
+_NO_PAIRS = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +41,11 @@ class Coordinates:
         mix_RR: coordinates of the other numbers before these factors.
     """
 
-    outer_C: Tensor
-    inner_CC: Tensor
-    scale_S: Tensor
-    pair_R: Tensor
-    mix_RR: Tensor
-
-    @classmethod
-    def of(cls, outer_C: Tensor, inner_CC: Tensor) -> Self:
-        """Return coordinates of numbers that may all be turned."""
-        none = torch.zeros(0, dtype=torch.int64)
-        return cls(
-            outer_C=outer_C,
-            inner_CC=inner_CC,
-            scale_S=outer_C[:0],
-            pair_R=none,
-            mix_RR=torch.zeros(0, 0, dtype=torch.float64),
-        )
+    outer_C: Tensor = _NO_FACTORS
+    inner_CC: Tensor = _NO_MAP
+    scale_S: Tensor = _NO_FACTORS
+    pair_R: Tensor = _NO_PAIRS
+    mix_RR: Tensor = _NO_MAP
 
 
 @torch.enable_grad()

@@ -97,9 +97,19 @@ def weights_moments(layer: Attention | LatentAttention | IntactAttention) -> tup
     Args:
         layer: folded, float64, without `level_CC`.
     """
-    if isinstance(layer, Attention):
-        return _of_heads(layer)
     gram_NHH = torch.einsum("dnh,dng->nhg", layer.o_DNH, layer.o_DNH)
+    if isinstance(layer, Attention):
+        heads, queries = len(layer.k_KHD), len(layer.q_NHD) // len(layer.k_KHD)
+        k_KHE, v_KHE = with_bias(layer.k_KHD, layer.k_KH), with_bias(layer.v_KHD, layer.v_KH)
+        q_NHE = with_bias(layer.q_NHD, layer.q_NH)
+        value_KHH = v_KHE @ v_KHE.mT
+        displaced_N = layer.scale**2 * (gram_NHH * value_KHH.repeat_interleave(queries, 0)).sum((1, 2))
+        costs = displaced_N[:, None, None] * (q_NHE @ q_NHE.mT), gram_NHH
+        key_cost_KHH, cost_KHH = (rows.unflatten(0, (heads, queries)).sum(1) for rows in costs)
+        return (
+            CacheMoments(value_KWW=k_KHE @ k_KHE.mT, cost_KWW=key_cost_KHH),
+            CacheMoments(value_KWW=value_KHH, cost_KWW=cost_KHH),
+        )
     if isinstance(layer, IntactAttention):
         queries = len(layer.q_NHA) // len(layer.k_up_KHC)
         k_up_NPC, v_up_NHC = (rows.repeat_interleave(queries, 0) for rows in (layer.k_up_KHC, layer.v_up_KHC))
@@ -113,25 +123,9 @@ def weights_moments(layer: Attention | LatentAttention | IntactAttention) -> tup
     v_NHE = v_up_NHC @ rows_WE[:rank]
     displaced_N = layer.scale**2 * torch.einsum("nhg,nhe,nge->n", gram_NHH, v_NHE, v_NHE)
     read_NCA = k_up_NPC.mT @ q_NPA
-    cost_CC = torch.einsum("n,nca,nba->cb", displaced_N, read_NCA, read_NCA)
-    cost_CC = cost_CC + torch.einsum("nhc,nhg,ngb->cb", v_up_NHC, gram_NHH, v_up_NHC)
-    cost_WW = cost_CC
+    cost_WW = torch.einsum("n,nca,nba->cb", displaced_N, read_NCA, read_NCA)
+    cost_WW = cost_WW + torch.einsum("nhc,nhg,ngb->cb", v_up_NHC, gram_NHH, v_up_NHC)
     if isinstance(layer, LatentAttention):
         q_NRA = layer.q_rope_NRA
-        cost_WW = torch.block_diag(cost_CC, torch.einsum("n,nra,nsa->rs", displaced_N, q_NRA, q_NRA))
+        cost_WW = torch.block_diag(cost_WW, torch.einsum("n,nra,nsa->rs", displaced_N, q_NRA, q_NRA))
     return (CacheMoments(value_KWW=(rows_WE @ rows_WE.mT)[None], cost_KWW=cost_WW[None]),)
-
-
-def _of_heads(layer: Attention) -> tuple[CacheMoments, CacheMoments]:
-    heads, queries = len(layer.k_KHD), len(layer.q_NHD) // len(layer.k_KHD)
-    k_KHE, v_KHE = with_bias(layer.k_KHD, layer.k_KH), with_bias(layer.v_KHD, layer.v_KH)
-    q_NHE = with_bias(layer.q_NHD, layer.q_NH)
-    gram_NHH = torch.einsum("dnh,dng->nhg", layer.o_DNH, layer.o_DNH)
-    value_KHH = v_KHE @ v_KHE.mT
-    displaced_N = layer.scale**2 * (gram_NHH * value_KHH.repeat_interleave(queries, 0)).sum((1, 2))
-    key_NHH = displaced_N[:, None, None] * (q_NHE @ q_NHE.mT)
-    cost_KHH, value_cost_KHH = (rows.unflatten(0, (heads, queries)).sum(1) for rows in (key_NHH, gram_NHH))
-    return (
-        CacheMoments(value_KWW=k_KHE @ k_KHE.mT, cost_KWW=cost_KHH),
-        CacheMoments(value_KWW=value_KHH, cost_KWW=value_cost_KHH),
-    )

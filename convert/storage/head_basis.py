@@ -24,11 +24,8 @@ _LEAST = 1e-4  # part of a direction, of the mean part, that numbers of tokens a
 def with_balanced_heads(layer: LatentAttention, input_BTD: Tensor) -> LatentAttention:
     """Return the same function with un-rotated keys and queries of every head in balanced coordinates.
 
-    Both the numbers of tokens and the numbers of weights count. The queries' root mean square stays.
-
-    Args:
-        layer: with `level_CC`, float64.
-        input_BTD: inputs of the layer.
+    Both the numbers of tokens and the numbers of weights count. The queries' root mean square stays. The
+    layer has `level_CC`, float64, and reads the inputs.
     """
     assert layer.level_CC is not None
     heads, width = layer.q_nope_NPA.shape[:2]

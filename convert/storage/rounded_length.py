@@ -99,13 +99,7 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
 
 
 def rounding_cost(costs: LatentCosts, root_CC: Tensor, share: float) -> Tensor:
-    """Return ½ ε² tr(B (S + M) Bᵀ) tr(B⁻ᵀ K B⁻¹), a scalar in nats.
-
-    Args:
-        costs: of errors in the latent.
-        root_CC: B.
-        share: ε, by which every weight errs.
-    """
+    """Return ½ ε² tr(B (S + M) Bᵀ) tr(B⁻ᵀ K B⁻¹) of B = `root_CC` and ε = `share`, a scalar in nats."""
     value_CC = _floored(costs.error_CC + costs.unit_XC.mT @ costs.unit_XC / len(costs.unit_XC))
     return _rounding(root_CC, value_CC, _floored(costs.curvature_CC)) * share**2 / 2
 
@@ -114,12 +108,8 @@ def rounding_cost(costs: LatentCosts, root_CC: Tensor, share: float) -> Tensor:
 def rounded_root(costs: LatentCosts, share: float, steps: int) -> Tensor:
     """Return B (C, C), float64, of least cost of lengths and of rounding together, by L-BFGS from 1.
 
-    A step takes about 8 X C² operations.
-
-    Args:
-        costs: of errors in the latent.
-        share: ε, by which every weight errs; 0 gives 1.
-        steps: most steps.
+    A step, of at most `steps`, takes about 8 X C² operations. ε = `share` is what every weight errs by; 0
+    gives 1.
     """
     present_X = costs.unit_XC.any(dim=-1)  # a token whose latent is zero has no length
     unit_XC, weight_X = costs.unit_XC, costs.weight_X

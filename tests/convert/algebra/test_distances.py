@@ -54,11 +54,6 @@ def test_texts_of_several_lengths_count_alike() -> None:
     )
 
 
-def test_the_same_length_changes_nothing() -> None:
-    near_NT = spread(POWER_N, 32)
-    assert extended(near_NT, [32]) is near_NT
-
-
 def test_what_no_text_shows_stays_without_mass() -> None:
     """A window shorter than the text, or a head that reads its own position alone, has no tail."""
     near_NT = torch.zeros(2, 64, dtype=torch.float64)

@@ -42,9 +42,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def seen(directory: Path, source: Source) -> list[tuple[Tensor, Tensor]]:
-    """Input and output (B, T, D) of every layer's attention in transformers, on sequences longer than the
-    windows of 9.
-    """
+    """Return input and output (B, T, D) of every layer's attention in transformers, for T above the windows."""
     from transformers import AutoModelForCausalLM
 
     auto = KvfoldForCausalLM if is_remote(directory) else AutoModelForCausalLM

@@ -1,6 +1,7 @@
 """The metric of keys and values where the first token of a text is an attention sink."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -87,31 +88,18 @@ def test_errors_cost_what_they_do_to_first_and_other_tokens() -> None:
     assert float(metric.key_BSS[0].trace()) < 0.25 * float(taken.key_fisher.trace())
 
 
-def test_without_a_part_of_first_tokens_all_are_alike() -> None:
-    taken = replace(layer(), first_key_fisher=None, first_value_fisher=None)
-    aware, plain = metric_of(taken, attention(), T), from_statistics(taken)
-    assert aware.input_EE is not None
-    assert plain.input_EE is not None
-    assert torch.equal(aware.input_EE, plain.input_EE)
-    assert torch.equal(aware.key_BSS, plain.key_BSS)
-
-
-def test_first_tokens_that_are_no_sink_are_like_all_others() -> None:
+@pytest.mark.parametrize("case", ["no part", "no sink", "first tokens alone"])
+def test_where_there_is_no_sink_all_tokens_are_alike(case: str) -> None:
     taken = layer()
-    assert taken.first_key_fisher is not None
-    assert taken.first_value_fisher is not None
-    share = {
-        "first_key_fisher": taken.first_key_fisher / 100,
-        "first_value_fisher": taken.first_value_fisher / 100,
+    key, value = taken.first_key_fisher, taken.first_value_fisher
+    assert key is not None
+    assert value is not None
+    changed: dict[str, dict[str, Any]] = {
+        "no part": {"first_key_fisher": None, "first_value_fisher": None},
+        "no sink": {"first_key_fisher": key / 100, "first_value_fisher": value / 100},
+        "first tokens alone": {"key_fisher": key, "value_fisher": value},
     }
-    aware, plain = of_keys(replace(taken, **share), attention()), from_statistics(taken)
-    assert aware.input_EE is not None
-    assert plain.input_EE is not None
-    assert torch.equal(aware.input_EE, plain.input_EE)
-    assert torch.equal(aware.value_BSS, plain.value_BSS)
-
-
-def test_gradients_of_first_tokens_alone_are_not_left_out() -> None:
-    taken = layer()
-    taken = replace(taken, key_fisher=taken.first_key_fisher, value_fisher=taken.first_value_fisher)
-    assert torch.equal(of_keys(taken, attention()).key_BSS, from_statistics(taken).key_BSS)
+    taken = replace(taken, **changed[case])
+    aware, plain = metric_of(taken, attention(), T), from_statistics(taken)
+    for name in ("input_EE", "key_BSS", "value_BSS"):
+        assert torch.equal(getattr(aware, name), getattr(plain, name))

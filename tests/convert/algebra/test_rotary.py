@@ -30,11 +30,8 @@ def test_tables_equal_transformers(kind: str) -> None:
 def test_both_generations_of_config_are_read() -> None:
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}
-    assert (
-        rope_parameters(old)
-        == rope_parameters(new)
-        == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-    )
+    assert rope_parameters(old) == rope_parameters(new)
+    assert rope_parameters(old) == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert rope_parameters({}) == {"rope_type": "default", "rope_theta": 10000.0}
 
 

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from kvfold.convert.algebra.spectrum import MOST, spectrum
 from kvfold.convert.algebra.subspaces import low_rank
-from kvfold.convert.cli import main
 
+from ...support.folds import convert
 from ...support.tiny import make
 
 
-def layers(source: Path, out: Path, *options: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    result = CliRunner().invoke(main, [str(source), *options, "--out", str(out), "--json"])
+def layers(source: Path, out: Path, options: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    result = convert(source, *options.split(), out=out)
     assert result.exit_code == 0, result.output
     record = json.loads((out / "kvfold.json").read_text())
     return record["layers"], record["target"]
@@ -52,19 +51,8 @@ def test_it_is_what_cutting_off_costs() -> None:
 
 def test_a_calibrated_fold_loses_what_was_planned(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "llama")
-    asked = (
-        "--kv-budget",
-        "50%",
-        "--calibration",
-        "self",
-        "--sequences",
-        "4",
-        "--length",
-        "32",
-        "--refine",
-        "0",
-    )
-    found, target = layers(source, tmp_path / "mla", "--to", "mla", *asked)
+    asked = "--to mla --kv-budget 50% --calibration self --sequences 4 --length 32 --refine 0"
+    found, target = layers(source, tmp_path / "mla", asked)
     for layer in found:
         assert layer["spectrum"]["size"] <= MOST  # all of them are told
         behind = sum(layer["spectrum"]["cost"][target["kv_lora_rank"] :])
@@ -73,12 +61,10 @@ def test_a_calibrated_fold_loses_what_was_planned(tmp_path: Path) -> None:
 
 def test_which_folds_have_one(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "llama")
-    quick = ("--calibration", "none")
     intact, _ = layers(
-        source, tmp_path / "intact", "--to", "mla", "--rope", "intact", "--kv-budget", "12.5%", *quick
+        source, tmp_path / "intact", "--to mla --rope intact --kv-budget 12.5% --calibration none"
     )
-    assert all(
-        layer["spectrum"]["cost"] == sorted(layer["spectrum"]["cost"], reverse=True) for layer in intact
-    )
-    grouped, _ = layers(source, tmp_path / "mqa", "--to", "mqa", *quick)
+    for layer in intact:
+        assert layer["spectrum"]["cost"] == sorted(layer["spectrum"]["cost"], reverse=True)
+    grouped, _ = layers(source, tmp_path / "mqa", "--to mqa --calibration none")
     assert [layer["spectrum"] for layer in grouped] == [None] * len(grouped)

@@ -62,9 +62,7 @@ def test_any_factor_gives_the_same_subspace(
 
 
 def test_keys_lose_what_the_energies_say() -> None:
-    """tr(G E C Eᴴ) of what is left out, computed from the weights, is the sum of the energies beyond the
-    rank.
-    """
+    """tr(G E C Eᴴ) of what is left out, from the weights, is the sum of the energies beyond the rank."""
     rows_ME, metric_MM = random(6, 9, dtype=torch.complex128), moment(6, 12, torch.complex128)
     input_EE = moment(9, 20)
     keys_RE, shares_MR, energy_M = leading(rows_ME, metric_MM, rows_ME @ input_EE.to(rows_ME.dtype), 2)
@@ -85,11 +83,7 @@ def test_queries_are_solved_for_alike_by_either_way(
     keys_KHE, latent_CE = random(heads, width, hidden), random(4, hidden)
     if cancelling:
         latent_CE[1] = latent_CE[0]
-    distance_NT = torch.softmax(random(heads, 16), -1)
-    blocks = torch.eye(width, dtype=torch.float64).expand(heads, -1, -1)
-    metric = LayerMetric(
-        input_EE=None, key_BSS=blocks, value_BSS=blocks, query_NHH=blocks, distance_NT=distance_NT
-    )
+    metric = metric_of(torch.softmax(random(heads, 16), -1), width)
     table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
     decomposed: list[int] = []
     eigh = subspaces.eigh
@@ -109,9 +103,7 @@ def test_queries_are_solved_for_alike_by_either_way(
 
 
 def test_a_slot_that_hardly_turns_is_not_weighed_against_the_latent() -> None:
-    """Both hold the same keys, and a pair that turns little more could be read from their difference: by
-    scores tens of times their sum, which rounding would not leave.
-    """
+    """A pair that turns little more could be read from their difference, by scores tens of times their sum."""
     slots_RE, slots_S = random(2, 12), torch.tensor([1e-3], dtype=torch.float64)
     keys_KHE = random(1, 4, 12)
     keys_KHE[0, [0, 2]] = slots_RE

@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import Result
 from torch import Tensor
 
 from kvfold.convert.calibration.calibration_text import alternating
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
-from kvfold.convert.cli import main
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_tokenizer
 from kvfold.texts.corpus import read_text
 from kvfold.texts.documents import read_sequences
+
+from ...support.folds import convert
 
 DEMO = Path(__file__).parents[3] / "recipes" / "demo"
 TAKEN: dict[str, Any] = {"length": 24, "seed": 0}
@@ -69,11 +70,9 @@ def test_statistics_of_both_are_saved_and_used_again(text: Path, tmp_path: Path)
 
 
 def test_the_command_takes_it(text: Path, tmp_path: Path) -> None:
-    def convert(calibration: str, *options: str) -> Any:
-        words = [str(DEMO), "--to", "mla", "--rank", "32", "--refine", "0", "--length", "24", *options]
-        return CliRunner().invoke(
-            main, [*words, "--calibration", calibration, "--out", str(tmp_path / "out"), "--json"]
-        )
+    def fold(calibration: str, *options: str) -> Result:
+        words = ("--to", "mla", "--rank", "32", "--refine", "0", "--length", "24", "--json", *options)
+        return convert(DEMO, *words, "--calibration", calibration, out=tmp_path / "out")
 
     for calibration, options, reason in (
         (f"self+{text}", ("--sequences", "1"), "--sequences 1 leaves --calibration self+"),
@@ -82,11 +81,11 @@ def test_the_command_takes_it(text: Path, tmp_path: Path) -> None:
         ("self+", (), "behind self+ should be"),
         ("self+absent.safetensors", (), "behind self+ should be"),
     ):
-        result = convert(calibration, *options)
+        result = fold(calibration, *options)
         assert result.exit_code == 2, calibration
         assert reason in result.output
         assert not (tmp_path / "out").exists()
-    result = convert(f"self+{text}", "--sequences", "4")
+    result = fold(f"self+{text}", "--sequences", "4")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["calibration"]["text"] == "self+text:words.txt"

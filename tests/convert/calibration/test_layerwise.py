@@ -17,7 +17,7 @@ from kvfold.convert.calibration.self_text import sample_from
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import layout_of, study
 from kvfold.convert.families.recognition import FAMILIES
-from kvfold.convert.families.source import Source, open_source
+from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model
 from kvfold.models.layered_model import LayeredModel
@@ -43,10 +43,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def layered(source: Source) -> LayeredModel:
-    return LayeredModel(source.checkpoint)
-
-
 def assert_equal(one: Statistics, other: Statistics) -> None:
     for number, (mine, theirs) in enumerate(zip(one.layers, other.layers, strict=True)):
         for name, tensor in vars(mine).items():
@@ -62,7 +58,7 @@ def test_equals_the_whole_model(tmp_path: Path, variant: str) -> None:
     directory = make(tmp_path / "source", family, **overrides)
     source, whole = open_source(directory), load_model(directory)
     (tmp_path / "work").mkdir()
-    parts = layered(source)
+    parts = LayeredModel(source.checkpoint)
     mine = layerwise.collect(parts, IDS, layout=layout_of(source), **SETTINGS, work=tmp_path / "work")
     assert_equal(mine, passes.collect(whole, IDS, layout=layout_of(source), **SETTINGS))
     with parts.streamed(1) as model:
@@ -90,29 +86,26 @@ def test_quantities_are_those_of_the_fold(tmp_path: Path, family: str) -> None:
     assert statistics.key_fisher.shape == statistics.value_fisher.shape == (keys, keys)
 
 
+def in_memory(block: torch.nn.Module) -> bool:
+    return not any(weight.is_meta for weight in block.parameters())
+
+
 def test_only_one_layer_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(make(tmp_path / "source", num_hidden_layers=4))
-    parts, most = layered(source), 0
+    parts, most = LayeredModel(source.checkpoint), 0
     load = LayeredModel.load
 
     def counted(self: LayeredModel, number: int) -> None:
         nonlocal most
         load(self, number)
-        most = max(
-            most, sum(not any(weight.is_meta for weight in block.parameters()) for block in self.blocks)
-        )
+        most = max(most, sum(map(in_memory, self.blocks)))
 
     monkeypatch.setattr(LayeredModel, "load", counted)
     layerwise.collect(parts, IDS, layout=layout_of(source), **SETTINGS, work=tmp_path)
     assert most == 1
     with parts.streamed(2) as model:
         sample_from(model, **TEXT)
-        assert [not any(weight.is_meta for weight in block.parameters()) for block in parts.blocks] == [
-            True,
-            True,
-            False,
-            False,
-        ]
+        assert list(map(in_memory, parts.blocks)) == [True, True, False, False]
     assert most == 3
 
 
@@ -125,8 +118,8 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(layerwise.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
         with pytest.raises(InvalidInput, match="bytes on disk"):
-            layerwise.collect(layered(source), IDS, **settings)
-    parts = layered(source)
+            layerwise.collect(LayeredModel(source.checkpoint), IDS, **settings)
+    parts = LayeredModel(source.checkpoint)
     load = parts.load
 
     def broken(number: int) -> None:
@@ -145,12 +138,13 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the mode that each study took."""
     seen: list[str] = []
     whole, by_layer = passes.collect, layerwise.collect
-    monkeypatch.setattr(
-        passes, "collect", lambda *given, **named: seen.append("whole") or whole(*given, **named)
-    )
-    monkeypatch.setattr(
-        layerwise, "collect", lambda *given, **named: seen.append("layerwise") or by_layer(*given, **named)
-    )
+    for module, name, collect in ((passes, "whole", whole), (layerwise, "layerwise", by_layer)):
+
+        def seeing(*given: Any, name: str = name, collect: Any = collect, **named: Any) -> Statistics:
+            seen.append(name)
+            return collect(*given, **named)
+
+        monkeypatch.setattr(module, "collect", seeing)
     return seen
 
 
@@ -219,16 +213,9 @@ def test_one_process_without_room_decides_for_all(
 
 
 def test_activations_are_counted(tmp_path: Path) -> None:
-    """The estimate of what autograd keeps, against what it does keep, for a Llama layer of ordinary
-    proportions.
-    """
-    widths = {
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 8,
-    }
+    """The estimate of what autograd keeps, against what it does keep, for a layer of ordinary proportions."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    widths = {"hidden_size": 64, "intermediate_size": 176, **heads}
     source = open_source(make(tmp_path, **widths))
     model, kept = load_model(tmp_path).requires_grad_(False), dict[int, int]()
 

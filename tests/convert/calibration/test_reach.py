@@ -197,21 +197,18 @@ def test_a_source_larger_than_memory_reads_pairs_too(
     assert written < max(map(reads.count, reads)) - for_statistics <= passes
 
 
-def test_a_length_that_is_named_stays_and_is_reported(tmp_path: Path, broken: Path) -> None:
-    folded = fold(broken, MQA(), out=tmp_path / "out", sequences=4, refine=0, length=200)
+@pytest.mark.parametrize(
+    ("sound", "named", "length", "told"), [(False, 200, 200, "leave out length 200"), (True, None, 128, None)]
+)
+def test_a_length_that_is_named_or_sound_stays(
+    tmp_path: Path, broken: Path, sound: bool, named: int | None, length: int, told: str | None
+) -> None:
+    source = make(tmp_path / "source", "gpt2", max_position_embeddings=128) if sound else broken
+    folded = fold(source, MQA(), out=tmp_path / "out", sequences=4, refine=0, length=named)
     record = read_record(folded.directory)
     assert record is not None
-    assert record["calibration"]["length"] == 200
-    assert any("leave out length 200" in notice for notice in folded.notices)
-
-
-def test_a_sound_source_is_read_whole(tmp_path: Path) -> None:
-    source = make(tmp_path / "source", "gpt2", max_position_embeddings=128)
-    folded = fold(source, MQA(), out=tmp_path / "out", sequences=4, refine=0)
-    record = read_record(folded.directory)
-    assert record is not None
-    assert record["calibration"]["length"] == 128
-    assert not any("breaks down" in notice for notice in folded.notices)
+    assert record["calibration"]["length"] == length
+    assert any((told or "breaks down") in notice for notice in folded.notices) == (told is not None)
 
 
 def test_a_source_that_breaks_down_behind_its_text_is_folded_for_that_length(

@@ -20,13 +20,14 @@ from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.texts.corpus import read_text
 
+from ...support.folds import convert as run
 from ...support.tiny import make, same_bytes
 
 DEMO = Path(__file__).parents[3] / "recipes" / "demo"
 
 
 def convert(source: Path, *options: str, out: Path) -> Result:
-    return CliRunner().invoke(main, [str(source), "--to", "mla", *options, "--out", str(out), "--json"])
+    return run(source, "--to", "mla", *options, "--json", out=out)
 
 
 def test_slots_go_where_they_save_most() -> None:
@@ -60,8 +61,8 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
     predicted, measured = [], []
     for number, target in enumerate(grid):
         is_latent = target[0] == "mla"
-        arguments = [str(DEMO), "--to", *target, "--calibration", str(saved_statistics), "--refine", "0"]
-        result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / str(number)), "--json"])
+        arguments = ("--to", *target, "--calibration", str(saved_statistics), "--refine", "0", "--json")
+        result = run(DEMO, *arguments, out=tmp_path / str(number))
         assert result.exit_code == 0, result.output
         record = json.loads(result.stdout)
         for layer in record["layers"]:
@@ -102,32 +103,18 @@ def test_refined_loses_less_than_calibrated_than_weights_alone(
 def test_saved_statistics_give_the_same_bytes(tmp_path: Path) -> None:
     """Twice from the same seed, and once from the file that the first run saved."""
     source, file = make(tmp_path / "source", "qwen2"), tmp_path / "statistics.safetensors"
-    taken = (
-        "--rank",
-        "24",
-        "--rope-dim",
-        "4",
-        "--calibration",
-        "self",
-        "--sequences",
-        "4",
-        "--length",
-        "64",
-        "--refine",
-        "5",
-    )
+    sizes = ("--rank", "24", "--rope-dim", "4", "--refine", "5")
+    taken = (*sizes, "--calibration", "self", "--sequences", "4", "--length", "64")
     for name, options in (
         ("one", (*taken, "--save-statistics", str(file))),
         ("two", taken),
-        ("three", ("--rank", "24", "--rope-dim", "4", "--refine", "5", "--calibration", str(file))),
+        ("three", (*sizes, "--calibration", str(file))),
     ):
         result = convert(source, *options, out=tmp_path / name)
         assert result.exit_code == 0, result.output
     assert same_bytes(tmp_path / "one", tmp_path / "two") == []
-    assert same_bytes(tmp_path / "one", tmp_path / "three") == [
-        "README.md",
-        "kvfold.json",
-    ]  # the command differs
+    # The command differs.
+    assert same_bytes(tmp_path / "one", tmp_path / "three") == ["README.md", "kvfold.json"]
     loss = json.loads((tmp_path / "one" / "kvfold.json").read_text())["predicted_loss"]
     assert math.isfinite(loss)
 
@@ -168,73 +155,52 @@ def test_ids_beyond_the_vocabulary_are_taken_as_absent(tmp_path: Path, family: s
 def test_calibration_on_a_text_file(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(read_text("stdlib").documents)[:200_000])
-    result = convert(
-        DEMO,
-        "--rank",
-        "32",
-        "--calibration",
-        str(text),
-        "--sequences",
-        "2",
-        "--refine",
-        "0",
-        out=tmp_path / "out",
-    )
+    taken = ("--rank", "32", "--calibration", str(text), "--sequences", "2", "--refine", "0")
+    result = convert(DEMO, *taken, out=tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["calibration"]["text"] == "text:text.txt"
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    source = make(tmp_path / "source")
-    other = tmp_path / "other.safetensors"
+    source, other, nowhere = make(tmp_path / "source"), tmp_path / "other.safetensors", tmp_path / "nowhere"
     small = make(tmp_path / "small", num_hidden_layers=1)
-    assert convert(small, "--rank", "9", "--calibration", "self", "--sequences", "2", "--save-statistics",
-                   str(other),
-                   out=tmp_path / "done").exit_code == 0  # fmt: skip
+    taken = ("--rank", "9", "--calibration", "self", "--sequences", "2", "--save-statistics", str(other))
+    assert convert(small, *taken, out=tmp_path / "done").exit_code == 0
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     (tmp_path / "empty").mkdir()
     for options, sentence in (
-        (("--calibration", "nowhere.txt"), "--calibration nowhere.txt is not none, self, stdlib, a file"),
-        (("--calibration", str(tmp_path / "bad.safetensors")), "holds no statistics that kvfold wrote"),
-        (("--calibration", str(other)), "holds statistics of a model with"),
+        ("--calibration nowhere.txt", "--calibration nowhere.txt is not none, self, stdlib, a file"),
+        (f"--calibration {tmp_path}/bad.safetensors", "holds no statistics that kvfold wrote"),
+        (f"--calibration {other}", "holds statistics of a model with"),
+        ("--calibration none --save-statistics x.safetensors", "has nothing to save with --calibration none"),
+        (f"--calibration self --save-statistics {other}", "exists and nothing is overwritten"),
         (
-            ("--calibration", "none", "--save-statistics", "x.safetensors"),
-            "has nothing to save with --calibration none",
+            f"--calibration self --save-statistics {nowhere}/s",
+            f"no directory {nowhere}; make it, or name another",
         ),
-        (("--calibration", "self", "--save-statistics", str(other)), "exists and nothing is overwritten"),
-        (
-            ("--calibration", str(other), "--save-statistics", "x.safetensors"),
-            "holds saved statistics already",
-        ),
-        (("--calibration", str(tmp_path / "empty")), "is a directory that holds no file of a known kind"),
+        (f"--calibration {other} --save-statistics x.safetensors", "holds saved statistics already"),
+        (f"--calibration {tmp_path}/empty", "is a directory that holds no file of a known kind"),
+        ("--calibration none --refine 3", "--refine 3 has no effect without calibration text"),
+        ("--calibration none --slots allocated", "--slots allocated needs statistics"),
+        ("--calibration none --method care", "--method care needs statistics"),
+        ("--method care --refine 5", "--refine 5 does not apply to --method care"),
+        ("--method svd --slots uniform", "--slots does not apply to --method svd"),
+        ("--rope intact --method svd", "--method svd decouples the rotary part"),
+        ("--rope intact --slots uniform", "--slots uniform does not apply here"),
     ):
-        result = convert(source, "--rank", "9", *options, out=tmp_path / "out")
+        result = convert(source, "--rank", "9", *options.split(), out=tmp_path / "out")
         assert result.exit_code == 2, options
         assert sentence in result.output
         assert not (tmp_path / "out").exists()
-    words = [str(source), "--to", "gqa", "--kv-heads", "2", "--method", "mean"]
-    saving = CliRunner().invoke(
-        main, [*words, "--save-statistics", "x.safetensors", "--out", str(tmp_path / "out")]
-    )
+    mean = ("--to", "gqa", "--kv-heads", "2", "--method", "mean")
+    saving = run(source, *mean, "--save-statistics", "x.safetensors", out=tmp_path / "out")
     assert saving.exit_code == 2
     assert "--save-statistics does not apply to --method mean" in saving.output
-    ignoring = CliRunner().invoke(main, [*words, "--calibration", "self", "--out", str(tmp_path / "mean")])
+    ignoring = run(source, *mean, "--calibration", "self", out=tmp_path / "mean")
     assert ignoring.exit_code == 0
     assert "--calibration self is ignored: --method mean folds by weights alone" in ignoring.output
     record = json.loads((tmp_path / "mean" / "kvfold.json").read_text())
     assert record["calibration"] is None
-    for options, sentence in (
-        (("--calibration", "none", "--refine", "3"), "--refine 3 has no effect without calibration text"),
-        (("--calibration", "none", "--slots", "allocated"), "--slots allocated needs statistics"),
-        (("--calibration", "none", "--method", "care"), "--method care needs statistics"),
-        (("--method", "care", "--refine", "5"), "--refine 5 does not apply to --method care"),
-        (("--method", "svd", "--slots", "uniform"), "--slots does not apply to --method svd"),
-        (("--rope", "intact", "--method", "svd"), "--method svd decouples the rotary part"),
-        (("--rope", "intact", "--slots", "uniform"), "--slots uniform does not apply here"),
-    ):
-        result = convert(source, "--rank", "9", *options, out=tmp_path / "out")
-        assert result.exit_code == 2, options
-        assert sentence in result.output
 
 
 def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
@@ -262,6 +228,6 @@ def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
     assert "uses --calibration self and may divide the budget into another rank" in shared.stderr
     assert json.loads(convert(source, "--rank", "full", out=tmp_path / "full").stdout)["calibration"] is None
     for to in (("gqa", "--kv-heads", "8"), ("mqa", "--method", "mean")):
-        done = CliRunner().invoke(main, [str(source), "--to", *to, "--out", str(tmp_path / to[0]), "--json"])
+        done = run(source, "--to", *to, "--json", out=tmp_path / to[0])
         assert json.loads(done.stdout)["calibration"] is None
         assert "--calibration self" not in json.loads(done.stdout)["command"]

@@ -3,22 +3,26 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
 
 from kvfold.convert.algebra.metric import SPAN
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.calibration.text_length import at_context
-from kvfold.convert.cli import main
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
 
+from ...support.folds import convert
 from ...support.tiny import make
 
 SHORT = {"sequences": 2, "length": 8, "seed": 0}
+
+
+def read(out: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((out / "kvfold.json").read_text(encoding="utf-8"))
+    return record
 
 
 def distances(statistics: Statistics | None) -> list[int]:
@@ -50,28 +54,15 @@ def test_distances_end_with_the_prior_and_at_windows(tmp_path: Path) -> None:
     assert distances(at_context(open_source(windowed), taken, None)) == [24, 24]
 
 
-def test_where_text_breaks_down_is_kept_with_the_statistics(tmp_path: Path) -> None:
-    source = open_source(make(tmp_path / "source"))
-    taken = study(source, "self", **SHORT)
-    assert taken is not None
-    assert taken.reach is None
-    for reach in (None, 16):
-        file = tmp_path / f"{reach}.safetensors"
-        replace(taken, reach=reach).save(file)
-        assert Statistics.load(file).reach == reach
-
-
 def test_the_context_is_recorded_and_decides_the_fold(tmp_path: Path) -> None:
     source = make(tmp_path / "source", max_position_embeddings=64)
     records = {}
     for context in ("8", "48", "0.0625k"):
         out = tmp_path / context
         options = ["--to", "mla", "--rank", "9", "--sequences", "2", "--length", "8", "--refine", "0"]
-        done = CliRunner().invoke(
-            main, [str(source), *options, "--context", context, "--out", str(out), "--json"]
-        )
+        done = convert(source, *options, "--context", context, out=out)
         assert done.exit_code == 0, done.output
-        records[context] = json.loads((out / "kvfold.json").read_text(encoding="utf-8"))
+        records[context] = read(out)
     assert [record["request"]["context"] for record in records.values()] == [8, 48, 64]
     assert [record["calibration"].get("context") for record in records.values()] == [None, 48, 64]
     assert "--context 48" in records["48"]["command"]
@@ -88,14 +79,14 @@ def test_the_context_is_recorded_and_decides_the_fold(tmp_path: Path) -> None:
         (["--context", "32", "--method", "svd"], "--context 32 does not apply to --method svd"),
         (
             ["--context", "32", "--rank", "full"],
-            "--context 32 has no effect where everything is kept; leave it out",
+            "--context 32 has no effect where everything is kept; leave it",
         ),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:
     source = make(tmp_path / "source", max_position_embeddings=64)
     out = tmp_path / "out"
-    done = CliRunner().invoke(main, [str(source), "--to", "mla", "--rank", "9", *options, "--out", str(out)])
+    done = convert(source, "--to", "mla", "--rank", "9", *options, out=out)
     assert done.exit_code == 2
     assert sentence in " ".join(done.output.split())
     assert not out.exists()
@@ -110,11 +101,10 @@ def test_grouped_queries_are_fitted_to_the_context_or_a_notice_says_why_not(
     for context in ("8", "64"):
         out = tmp_path / context
         options = ["--to", "gqa", "--kv-heads", "2", "--sequences", "2", "--length", "8", "--refine", "0"]
-        options += ["--context", context, "--verify", "none", "--out", str(out)]
-        done = CliRunner().invoke(main, [str(source), *options], catch_exceptions=False)
+        done = convert(source, *options, "--context", context, "--verify", "none", out=out)
         assert done.exit_code == 0, done.output
         weights.append((out / "model.safetensors").read_bytes())
-        notices = json.loads((out / "kvfold.json").read_text(encoding="utf-8"))["notices"]
+        notices = read(out)["notices"]
         told += [notice for notice in notices if "--context" in notice]
     assert (weights[0] != weights[1]) == changes
     reason = "has no effect on this fold: heads with norms are merged alike for every distance"
@@ -139,18 +129,7 @@ def test_a_context_that_counts_as_less_is_told(
 ) -> None:
     source = make(tmp_path / "source", family, max_position_embeddings=8192, **settings)
     asked = ["--to", "mla", "--rank", "9", "--sequences", "2", "--length", "8", "--dry-run", "--json"]
-    done = CliRunner().invoke(main, [str(source), *asked, "--context", "8192", *options])
+    done = convert(source, *asked, "--context", "8192", *options, out=tmp_path / "out")
     assert done.exit_code == 0, done.output
     (told,) = (text for text in json.loads(done.stdout)["notices"] if "--context" in text)
     assert told.startswith(notice)
-
-
-def test_far_distances_are_finite(tmp_path: Path) -> None:
-    source = open_source(make(tmp_path / "source", max_position_embeddings=512))
-    found = at_context(source, study(source, "self", **SHORT), None)
-    assert found is not None
-    for layer in found.layers:
-        assert bool(layer.distance_NT.isfinite().all())
-        torch.testing.assert_close(
-            layer.distance_NT.sum(1), torch.ones(len(layer.distance_NT), dtype=torch.float64)
-        )

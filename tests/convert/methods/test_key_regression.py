@@ -1,20 +1,20 @@
 """Key norms in the stock class: queries and keys as linear functions of the layer's input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from click import ClickException
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.algebra.forward import Scoring
-from kvfold.convert.cli import main
 from kvfold.convert.methods.key_regression import without_norms
 from kvfold.convert.methods.refinement import LayerSample
 
+from ...support.folds import convert
 from ...support.tiny import make
 
 SMALL = ("--sequences", "8", "--length", "48", "--refine", "5", "--verify", "lint")
@@ -52,7 +52,7 @@ def test_what_is_left_cannot_be_said_by_a_linear_function() -> None:
 def test_the_output_is_the_stock_class_and_says_what_was_done(tmp_path: Path) -> None:
     source, out = make(tmp_path / "source", "qwen3", num_key_value_heads=4), tmp_path / "out"
     options = ("--to", "mla", "--kv-budget", "75%", "--container", "stock")
-    main([str(source), *options, *SMALL, "--out", str(out)], standalone_mode=False)
+    assert convert(source, *options, *SMALL, out=out).exit_code == 0
     record = json.loads((out / "kvfold.json").read_text())
     assert any("normalises its queries and keys" in notice for notice in record["notices"])
     assert record["predicted_loss"] > 0
@@ -72,9 +72,8 @@ def test_the_output_is_the_stock_class_and_says_what_was_done(tmp_path: Path) ->
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     source = make(tmp_path / "source", "qwen3", num_key_value_heads=4)
-    with pytest.raises(ClickException, match=words):
-        main(
-            [str(source), "--to", "mla", "--container", "stock", *options, "--out", str(tmp_path / "out")],
-            standalone_mode=False,
-        )
+    command = ("--to", "mla", "--container", "stock", *options)
+    result = convert(source, *command, out=tmp_path / "out")
+    assert result.exit_code == 2
+    assert re.search(words, result.output)
     assert not (tmp_path / "out").exists()

@@ -37,10 +37,10 @@ def test_equal_heads_pool_losslessly(method: str, biases: bool, x_TD: Tensor) ->
     a = layer(biases=biases, heads=8)
     equal = replace(
         a,
-        k_KHD=a.k_KHD[:1].expand_as(a.k_KHD).clone(),
-        v_KHD=a.v_KHD[:1].expand_as(a.v_KHD).clone(),
-        k_KH=None if a.k_KH is None else a.k_KH[:1].expand_as(a.k_KH).clone(),
-        v_KH=None if a.v_KH is None else a.v_KH[:1].expand_as(a.v_KH).clone(),
+        **{
+            name: getattr(a, name)[:1].expand_as(getattr(a, name)).clone()
+            for name in ("k_KHD", "v_KHD", *(("k_KH", "v_KH") if biases else ()))
+        },
     )
     pooled = POOLS[method](
         equal, GroupedTarget(num_key_value_heads=2), weights_only(equal, 64), FREQUENCIES_F
@@ -55,16 +55,10 @@ def test_heads_equal_up_to_phases_and_rotations_pool_losslessly(method: str, x_T
     a = turned_copies(layer(heads=8), seed=3)
     # Procrustes stops when a sweep gains less than its tolerance; the subspace is a closed form.
     precision = {"rtol": 0.0, "atol": 1e-3 if method == "aligned" else 1e-9}
-    torch.testing.assert_close(
-        output(
-            POOLS[method](a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
-        ),
-        output(a, x_TD),
-        **precision,
-    )
-    lost = output(
-        pool.mean(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
-    ) - output(a, x_TD)
+    target, metric = GroupedTarget(num_key_value_heads=1), weights_only(a, 64)
+    folded = POOLS[method](a, target, metric, FREQUENCIES_F)
+    torch.testing.assert_close(output(folded, x_TD), output(a, x_TD), **precision)
+    lost = output(pool.mean(a, target, metric, FREQUENCIES_F), x_TD) - output(a, x_TD)
     assert lost.norm() > 0.1 * output(a, x_TD).norm()
 
 
@@ -100,17 +94,9 @@ def test_methods_rank_as_published(x_TD: Tensor) -> None:
     copies = turned_copies(layer(heads=8), seed=4)
     noise = layer(seed=5)
     a = replace(copies, k_KHD=copies.k_KHD + 0.3 * noise.k_KHD, v_KHD=copies.v_KHD + 0.3 * noise.v_KHD)
-    lost = {
-        name: float(
-            (
-                output(
-                    fold(a, GroupedTarget(num_key_value_heads=1), weights_only(a, 64), FREQUENCIES_F), x_TD
-                )
-                - output(a, x_TD)
-            ).norm()
-        )
-        for name, fold in POOLS.items()
-    }
+    target, metric = GroupedTarget(num_key_value_heads=1), weights_only(a, 64)
+    folds = {name: output(fold(a, target, metric, FREQUENCIES_F), x_TD) for name, fold in POOLS.items()}
+    lost = {name: float((given - output(a, x_TD)).norm()) for name, given in folds.items()}
     assert lost["subspace"] < lost["aligned"] < lost["mean"]
 
 
@@ -126,22 +112,15 @@ def test_a_slot_for_every_pair_is_exact(key_heads: int, biases: bool, x_TD: Tens
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_one_key_head_is_exact_in_its_own_slots(biases: bool, x_TD: Tensor) -> None:
-    """MQA needs no more than one slot a frequency and a latent as wide as the values."""
-    a = layer(key_heads=1, biases=biases)
-    latent = factor.to_mla(
-        a, LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
-    )
-    torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
+def test_heads_equal_up_to_phases_need_the_cache_of_one(biases: bool, x_TD: Tensor) -> None:
+    """Slots take every head's phase into the query, the latent every head's rotation into the output.
 
-
-def test_heads_equal_up_to_phases_need_the_cache_of_one(x_TD: Tensor) -> None:
-    """The slots take every head's phase into the query, the latent every head's rotation into the output."""
-    a = turned_copies(layer(), seed=6)
-    latent = factor.to_mla(
-        a, LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H), FREQUENCIES_F, OWN, weights_only(a, 64)
-    )
-    torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
+    MQA needs no more than one slot a frequency and a latent as wide as the values.
+    """
+    target = LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H)
+    for a in (layer(key_heads=1, biases=biases), turned_copies(layer(), seed=6)):
+        latent = factor.to_mla(a, target, FREQUENCIES_F, OWN, weights_only(a, 64))
+        torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(a, x_TD))
 
 
 def test_more_rank_loses_less(x_TD: Tensor) -> None:
@@ -190,11 +169,6 @@ def test_rank_beyond_what_is_there_changes_nothing(rank: int, x_TD: Tensor) -> N
     equal = replace(
         a, k_KHD=a.k_KHD[:1].expand_as(a.k_KHD).clone(), v_KHD=a.v_KHD[:1].expand_as(a.v_KHD).clone()
     )
-    latent = factor.to_mla(
-        equal,
-        LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=H),
-        FREQUENCIES_F,
-        OWN,
-        weights_only(equal, 64),
-    )
+    target = LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=H)
+    latent = factor.to_mla(equal, target, FREQUENCIES_F, OWN, weights_only(equal, 64))
     torch.testing.assert_close(latent_output(latent, FREQUENCIES_F, x_TD), output(equal, x_TD))

@@ -112,22 +112,23 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
 
     for method in PER_HEAD:
         assert division(method, kv_budget="50%") == (64, 64)
-        assert division(method, kv_budget="30%") == (
-            32,
-            44,
-        )  # as many pairs for each head as half of 76 has room for
+        # As many pairs for each head as half of 76 has room for.
+        assert division(method, kv_budget="30%") == (32, 44)
         assert division(method, rank="100") == (96, 100)
         assert division(method, rank="200") == (48, 200)  # what makes the cache smaller than the source's
         assert division(method, kv_budget="75%", rope_dim=128) == (128, 64)
     assert division("mha2mla", kv_budget="5%") == (6, 6)
-    with pytest.raises(
-        InvalidInput, match=r"--rope-dim 6 does not give 8 key heads .* multiple of 16, at most 128"
+    for method, budget, options, sentence in (
+        ("mha2mla:low", "5%", {}, "--rope-dim 6 does not give 8 key heads .* multiple of 16, at most 128"),
+        (
+            "mha2mla",
+            "75%",
+            {"rope_dim": 130},
+            "--rope-dim 130 does not fit; choose an even number from 2 to 128",
+        ),
     ):
-        division("mha2mla:low", kv_budget="5%")
-    with pytest.raises(
-        InvalidInput, match="--rope-dim 130 does not fit; choose an even number from 2 to 128"
-    ):
-        division("mha2mla", kv_budget="75%", rope_dim=130)
+        with pytest.raises(InvalidInput, match=sentence):
+            division(method, kv_budget=budget, **options)
 
 
 @pytest.mark.parametrize("rope_dim", [6, 20])

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvfold.checkpoints.directory import Checkpoint
-from kvfold.cli import main
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import LayerMetric, weights_only
@@ -32,6 +30,7 @@ from kvfold.engines.rules.engine_rules import lint
 from kvfold.engines.rules.rule_types import open_written
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.folds import fold_latent as convert
 from ...support.layers import FREQUENCIES_F, OWN, D, H, layer, rotate
 from ...support.tiny import make
 
@@ -42,10 +41,8 @@ WEIGHTS = ("--to", "mla", "--calibration", "none")
 
 def root(size: int, seed: int) -> Tensor:
     """A random square matrix far from orthogonal; times its transpose it is a moment."""
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(size, size, generator=random, dtype=torch.float64) * torch.logspace(
-        0, -1, size, dtype=torch.float64
-    )
+    rows = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rows * torch.logspace(0, -1, size, dtype=torch.float64)
 
 
 def metric_for(a: Attention) -> LayerMetric:
@@ -151,9 +148,7 @@ def test_folded_queries_could_not_be_compressed_better(x_TD: Tensor) -> None:
 
 
 def test_by_weights_alone_queries_cost_what_the_keys_that_they_meet_say() -> None:
-    """The mean over distances of turned keys' second moment, by rotating them, times what their scores
-    displace.
-    """
+    """The mean over distances of turned keys' second moment times what their scores displace."""
     a = layer(key_heads=2, biases=True)
     metric, plain = query_metric(a, None, 9, FREQUENCIES_F), weights_only(a, 9)
     keys_KED = torch.cat([a.k_KHD, a.k_KH[..., None]], -1).mT if a.k_KH is not None else a.k_KHD.mT
@@ -166,13 +161,6 @@ def test_by_weights_alone_queries_cost_what_the_keys_that_they_meet_say() -> Non
             met_HH += weight * keys_THD[:, distance].mT @ keys_THD[:, distance]
         displaced = plain.query_NHH[head].trace() / keys_KED[head // 2].square().sum()
         torch.testing.assert_close(metric.query_NHH[head], displaced * met_HH)
-
-
-def convert(source: Path, *options: str) -> Path:
-    made = source.with_name("-".join([source.name, *options[1::2]]).replace("%", ""))
-    result = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, *options, "--out", str(made)])
-    assert result.exit_code == 0, result.output
-    return made
 
 
 def expected(source: Path, options: dict[str, str]) -> tuple[list[Any], Tensor]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.algebra.forward import Scoring, attend
-from kvfold.convert.algebra.metric import LayerMetric, weights_only
+from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.rotary import complex_rows, interleaved_rows
 from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
-from kvfold.convert.calibration.layer_metric import from_statistics, metric_of
+from kvfold.convert.calibration.layer_metric import from_statistics
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import pooling as pool
@@ -87,9 +87,7 @@ def _turn_back(rows_HD: Tensor, table_F: Tensor, at: Tensor, root_DD: Tensor, in
 
 
 def test_queries_find_their_own_keys_again() -> None:
-    """If the slots hold a head's keys in any other complex basis, nothing is lost and the latent is not
-    read.
-    """
+    """If the slots hold a head's keys in another complex basis, nothing is lost and the latent is not read."""
     a = layer(heads=2, key_heads=1)
     z_FE = complex_rows(a.k_KHD[0])
     slots_RD = interleaved_rows(z_FE * torch.polar(torch.tensor(2.0), torch.tensor(0.9)).to(torch.complex128))
@@ -304,12 +302,6 @@ def test_only_attention_that_the_forward_computes_is_refined() -> None:
         FREQUENCIES_F,
         replace(windowed, output_BTD=attend(a, taken.input_BTD[:1], FREQUENCIES_F, Scoring(window=3))),
     )
-
-
-def test_without_statistics_the_metric_is_the_weights() -> None:
-    a = layer()
-    assert isinstance(metric_of(None, a, 64), LayerMetric)
-    assert metric_of(None, a, 64).input_EE is None
 
 
 def test_directions_that_calibration_never_took_are_not_free() -> None:

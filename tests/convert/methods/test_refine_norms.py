@@ -1,7 +1,4 @@
-"""Layers that normalise queries and keys.
-
-Refined through their norms, and folded by what stands behind them.
-"""
+"""Layers that normalise queries and keys: refined through their norms, and folded by what is behind them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.algebra import metric
 from kvfold.convert.algebra.attention import Attention, IntactAttention
 from kvfold.convert.algebra.forward import Scoring, attend, attend_to, keys_and_values
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import GroupedTarget, LatentTarget
+from kvfold.convert.calibration import layer_metric
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.convert.layer.fold import fold_attention
@@ -23,6 +20,7 @@ from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import arrangements, reordered
 from kvfold.convert.methods.head_norms import by_value
 from kvfold.convert.methods.intact import encoded, fold_joint, linearised, to_intact
+from kvfold.convert.methods.layer_sample import sample_of
 from kvfold.convert.methods.refinement import LayerSample, agrees, measure, refine
 from kvfold.convert.request import FoldRequest, fold_request
 from kvfold.convert.settle.settle import make_plan
@@ -35,9 +33,7 @@ from ...support.tiny import make
 
 
 def normalising(spans: str) -> tuple[Attention, LayerSample]:
-    """The teacher with norms of every head or of all, and a sample whose inputs have unlike lengths along
-    each direction.
-    """
+    """The teacher with norms of every head or of all, and a sample whose inputs have unlike lengths."""
     rows = 1 if spans == "head" else 4
     draw = torch.Generator().manual_seed(3)
     q_norm, k_norm = (1 + 0.3 * torch.randn(rows, H, generator=draw, dtype=torch.float64) for _ in range(2))
@@ -86,12 +82,10 @@ def test_what_a_latent_encodes_is_read_behind_the_norm(spans: str) -> None:
         lost, size = 0.0, 1e-3
         for _ in range(8):
             given = [k_BKTH, v_BKTH]
-            given[which] = given[which] + size * torch.randn(
-                k_BKTH.shape, generator=draw, dtype=torch.float64
-            )
-            e = attend_to(a, x_BTD, *given, FREQUENCIES_F, taken.scoring) - attend(
-                a, x_BTD, FREQUENCIES_F, taken.scoring
-            )
+            noise = torch.randn(k_BKTH.shape, generator=draw, dtype=torch.float64)
+            given[which] = given[which] + size * noise
+            wanted_BTD = attend(a, x_BTD, FREQUENCIES_F, taken.scoring)
+            e = attend_to(a, x_BTD, *given, FREQUENCIES_F, taken.scoring) - wanted_BTD
             lost += float(torch.einsum("btd,de,bte->bt", e, taken.fisher_DD, e).mean()) / size**2 / 8
         assert lost == pytest.approx(float(costs_BSS.diagonal(dim1=1, dim2=2).sum()), rel=0.05)
 
@@ -99,9 +93,9 @@ def test_what_a_latent_encodes_is_read_behind_the_norm(spans: str) -> None:
 def test_first_tokens_count_apart_where_they_are_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a norm too: errors cost what they do at other tokens, and first tokens count as often as needed."""
     a, taken = normalising("head")
-    monkeypatch.setattr(metric, "SINK", float("inf"))
+    monkeypatch.setattr(layer_metric, "SINK", float("inf"))
     alike = encoded(a, FREQUENCIES_F, taken)
-    monkeypatch.setattr(metric, "SINK", 1e-9)
+    monkeypatch.setattr(layer_metric, "SINK", 1e-9)
     apart = encoded(a, FREQUENCIES_F, taken)
 
     x_BTD = taken.input_BTD[taken.used]
@@ -126,12 +120,9 @@ def test_the_moment_behind_a_norm_loses_less_than_a_linear_norm_s(spans: str) ->
     a, taken = normalising(spans)
     x_XE = torch.nn.functional.pad(taken.input_BTD.flatten(0, 1), (0, 1), value=1)
     found = encoded(a, FREQUENCIES_F, taken)
-    weighed = replace(
-        weights_only(a, 64),
-        input_EE=x_XE.mT @ x_XE / len(x_XE),
-        key_BSS=found.key_BSS,
-        value_BSS=found.value_BSS,
-    )
+    input_EE = x_XE.mT @ x_XE / len(x_XE)
+    costs = {"key_BSS": found.key_BSS, "value_BSS": found.value_BSS}
+    weighed = replace(weights_only(a, 64), input_EE=input_EE, **costs)
     for rank, share in ((2 * 4 * H, 0.0), (40, 0.5), (24, 0.9)):
         target = LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=0, slots="none", rope="intact")
         behind, linear = (
@@ -185,20 +176,15 @@ def test_a_whole_fold_is_refined_and_says_so(
     source = make(tmp_path / "source", family, num_key_value_heads=4)
     statistics = study(open_source(source), "self", sequences=16, length=24, seed=0)
     assert statistics is not None
-    plan = make_plan(
-        source, fold_request({"model": str(source), "to": to, "refine": 10, **sizes}), statistics
-    )
+    request = fold_request({"model": str(source), "to": to, "refine": 10, **sizes})
+    plan = make_plan(source, request, statistics)
     closed, _ = fold_attention(replace(plan, refine=0), 0)
     assert isinstance(closed, Attention | IntactAttention)
     if isinstance(closed, IntactAttention):
         assert isinstance(plan.target, LatentTarget)
         taken, (table_F, _) = statistics.layers[0], plan.source.frequencies(0)
-        part = LayerSample(
-            input_BTD=taken.input_BTD,
-            output_BTD=taken.output_BTD,
-            fisher_DD=taken.output_fisher,
-            scoring=plan.source.scoring(0),
-        )
+        part = sample_of(plan.source, taken, 0, plan.source.attention(0), table_F)
+        assert part is not None
         seen = encoded(plan.source.attention(0), table_F, part)
         wanted = fold_joint(plan.source.attention(0), plan.target, taken, 512, seen)
         torch.testing.assert_close(closed.k_up_KHC @ closed.down_CE, wanted.k_up_KHC @ wanted.down_CE)

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from kvfold.convert.cli import main
-
+from ...support.folds import convert
 from ...support.tiny import make
 
 CALIBRATED = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")
@@ -16,7 +14,7 @@ WEIGHTS = ("--calibration", "none")
 
 
 def planned(source: Path, *options: str) -> dict[str, Any]:
-    done = CliRunner().invoke(main, [str(source), "--to", "mla", *options, "--dry-run", "--json"])
+    done = convert(source, "--to", "mla", *options, "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     plan: dict[str, Any] = json.loads(done.stdout)
     return plan
@@ -55,20 +53,3 @@ def test_a_latent_of_normed_keys_may_be_wider_than_what_it_is_made_of(tmp_path: 
     # 256 of 32 inputs.
     source = make(tmp_path / "source", "qwen3", num_attention_heads=4, num_key_value_heads=4, head_dim=32)
     assert planned(source, "--kv-budget", "95%", *WEIGHTS)["target"]["kv_lora_rank"] == 243
-
-
-def test_statistics_are_not_taken_for_a_place_that_is_none(tmp_path: Path) -> None:
-    command = [
-        str(make(tmp_path / "source")),
-        "--to",
-        "mla",
-        "--kv-budget",
-        "50%",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = CliRunner().invoke(
-        main, [*command, "--save-statistics", str(tmp_path / "nowhere" / "s.safetensors")]
-    )
-    assert done.exit_code == 2
-    assert f"there is no directory {tmp_path / 'nowhere'}; make it, or name another file" in done.output

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention, IntactAttention, LatentAttention
 from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import LatentTarget
-from kvfold.convert.cli import main
 from kvfold.convert.methods import latent as factor
 from kvfold.convert.methods import refinement
 from kvfold.convert.methods.intact import to_intact
@@ -24,6 +22,7 @@ from kvfold.convert.storage.cache_fit import FLOOR, LARGEST, SHARE, rounding_cos
 from kvfold.convert.storage.cache_moments import sampled_moments, weights_moments
 from kvfold.core.cache_dtypes import cache_dtype
 
+from ...support.folds import convert as run
 from ...support.layers import FREQUENCIES_F, OWN, H, layer
 from ...support.refined_layers import normed, sample, teacher
 from ...support.tiny import make
@@ -150,7 +149,7 @@ def _measured(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def convert(source: Path, out: Path, *options: str) -> str:
-    result = CliRunner().invoke(main, [str(source), "--out", str(out), *options])
+    result = run(source, *options, out=out)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -224,9 +223,7 @@ def test_proofs_published_rules_and_engines_without_the_format_are_refused(
     tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
     source = make(tmp_path / "source", "llama")
-    result = CliRunner().invoke(
-        main, [str(source), "--out", str(tmp_path / "out"), *options, "--cache-dtype", "int4"]
-    )
+    result = run(source, *options, "--cache-dtype", "int4")
     assert result.exit_code == 2
     assert said in result.output
     assert not (tmp_path / "out").exists()

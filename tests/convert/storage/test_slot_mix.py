@@ -5,9 +5,8 @@ import torch
 
 from kvfold.convert.algebra.attention import LatentAttention
 from kvfold.convert.algebra.forward import attend
-from kvfold.convert.storage.cache_basis import fit_basis, in_basis
+from kvfold.convert.storage.cache_basis import fit_basis, in_basis, slot_mix
 from kvfold.convert.storage.cache_moments import sampled_moments
-from kvfold.convert.storage.slot_mix import slot_mix
 from kvfold.core.cache_dtypes import cache_dtype
 
 from ...support.refined_layers import normed, sample
@@ -17,9 +16,8 @@ SLOTS_S = torch.tensor([1.0, 0.1, 1.0, 1.0], dtype=torch.float64)
 
 def _turn(angle_S: torch.Tensor) -> torch.Tensor:
     """Return the rotation (R, R) of interleaved slots."""
-    return torch.block_diag(
-        *(torch.tensor([[c, -s], [s, c]]) for c, s in zip(angle_S.cos(), angle_S.sin(), strict=True))
-    ).to(torch.float64)
+    turns = zip(angle_S.cos(), angle_S.sin(), strict=True)
+    return torch.block_diag(*(torch.tensor([[c, -s], [s, c]]) for c, s in turns)).to(torch.float64)
 
 
 def test_a_mix_turns_with_the_position() -> None:
