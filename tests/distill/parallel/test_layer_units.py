@@ -79,7 +79,8 @@ def check_same(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.fixture(scope="module")
 def latent(teacher: Path) -> Path:
     """A student whose latent norms are linearised in its file."""
-    return fold_latent(teacher, "--kv-budget", "50%", "--container", "stock", "--dtype", "float32")
+    stock = ("--container", "stock", "--latent-norm", "linear")
+    return fold_latent(teacher, "--kv-budget", "50%", *stock, "--dtype", "float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

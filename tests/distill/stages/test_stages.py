@@ -58,7 +58,7 @@ def test_an_adapters_change_has_its_rank(make_recipe: MakeRecipe, teacher: Path)
 def test_adapters_reach_the_mlp_of_a_stock_output(make_recipe: MakeRecipe, teacher: Path) -> None:
     """PEFT takes its class for one with experts, and would leave these layers out without an error."""
     pytest.importorskip("peft")
-    student = fold_latent(teacher, "--container", "stock", "--rank", "8")
+    student = fold_latent(teacher, "--container", "stock", "--rank", "8", "--latent-norm", "linear")
     targets = ["kv_b_proj", "gate_proj", "down_proj"]
     made = make_recipe(student=str(student), **{**LORA, "lora": {"rank": 2, "targets": targets}})
     before, after = weights(student), weights(distill(made).output)

@@ -36,9 +36,10 @@ KL = {"name": "kl", "tokens": 192, "lr": 1e-3, "batch_tokens": 192}
 @pytest.fixture(scope="module")
 def latents(teacher: Path) -> dict[str, Path]:
     """Latent students in float32, so that no rounding of the file hides a difference."""
+    options = ("--kv-budget", "50%", "--dtype", "float32", "--container")
     return {
-        container: fold_latent(teacher, "--kv-budget", "50%", "--container", container, "--dtype", "float32")
-        for container in ("stock", "remote")
+        "stock": fold_latent(teacher, *options, "stock", "--latent-norm", "linear"),
+        "remote": fold_latent(teacher, *options, "remote"),
     }
 
 
