@@ -61,7 +61,7 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
         ("evaluate={source: TEXT}", "is trained on: it is"),
         ("evaluate={source: stdlib, evry: 3}", "unknown key 'evry' in evaluate; did you mean 'every'?"),
         ("data.seq_len=65", "data.seq_len 65 exceeds the 64 positions of the student"),
-        ("trackers=[aim]", "trackers[0] is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
+        ("trackers=[aim]", "trackers is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
         ("eval.every=3", "unknown key 'eval'; did you mean 'evaluate'?"),
     ],
 )
