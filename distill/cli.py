@@ -14,7 +14,6 @@ from .recipe.recipe import Profile
 
 if TYPE_CHECKING:
     from .recipe.recipe import Recipe
-    from .run.training_result import TrainingResult
 
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path), metavar="RECIPE|FOLD")
@@ -44,7 +43,7 @@ def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     notes: dict[str, list[str]] = {}
     for recipe in recipes:
         try:
-            notes[str(recipe)] = check(recipe, overrides)[1]
+            notes[str(recipe)] = check(recipe, overrides)
             mistakes[str(recipe)] = None
         except InvalidInput as mistake:
             mistakes[str(recipe)] = str(mistake)
@@ -77,30 +76,26 @@ def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_
     if as_json:
         show_json(result)
         return
-    rows = [(key["key"], _written(key["value"]), key["from"], key["meaning"]) for key in result["keys"]]
+    words = {None: "null", True: "true", False: "false"}
+    rows = []
+    for key in result["keys"]:
+        value = key["value"]
+        text = words[value] if value is None or isinstance(value, bool) else str(value)
+        rows.append((key["key"], text, key["from"], key["meaning"]))
     show_table("Every key", ("key", "", "from", ""), rows)
     show_table("Stages", STAGE_COLUMNS, [_stage_row(stage) for stage in result["stages"]])
     for stage in result["stages"]:
-        if stage["footprint"]:
-            _show_memory(stage["name"], stage["footprint"])
+        found = stage["footprint"]
+        if found:
+            memory = {purpose: f"{size / 2**30:.2f}" for purpose, size in found["memory_bytes"].items()}
+            count = found["processes"]
+            which = "one process" if count == 1 else f"each of {count} processes"
+            show_table(f"{stage['name']}: memory of {which}, GiB", tuple(memory), [tuple(memory.values())])
     if result["note"]:
         click.echo(f"Memory and time are not shown: {result['note']}.")
 
 
-def _show_memory(name: str, footprint: dict[str, Any]) -> None:
-    memory = {purpose: f"{size / 2**30:.2f}" for purpose, size in footprint["memory_bytes"].items()}
-    count = footprint["processes"]
-    which = "one process" if count == 1 else f"each of {count} processes"
-    show_table(f"{name}: memory of {which}, GiB", tuple(memory), [tuple(memory.values())])
-
-
 STAGE_COLUMNS = ("stage", "mode", "losses", "trains", "steps", "tokens per step", "tokens", "takes at least")
-
-
-def _written(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:
@@ -214,53 +209,43 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
     if as_json:
         show_json(result.to_dict())
         return
-    _show_losses(result)
-    if result.evaluation:
-        _show_evaluation(result.evaluation)
+    show_table(f"{result.steps} steps, {result.tokens:,} tokens", LOSS_COLUMNS, loss_rows(result.stages))
+    found = result.evaluation
+    if found:
+        share = "" if found["recovered_share"] is None else f", {found['recovered_share']:.1%} recovered"
+        show_text(
+            f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
+            f"{found['start_perplexity']:.4g} (at first), {found['perplexity']:.4g} (after step "
+            f"{found['step']}){share}."
+        )
+        if found["kept"] == "start":
+            notice(
+                "no trained weights are better than the start on held-out text, so the output has the "
+                "start's weights; use a lower lr or more tokens"
+            )
+        elif found["perplexity"] > found["start_perplexity"]:
+            notice(
+                "training made the student worse on held-out text; use a lower lr, more tokens, or "
+                "evaluate.keep: best"
+            )
     done = f"Wrote {result.output}"
     if not result.is_new:
         done = f"Nothing was trained or written: {result.output} is complete already, and this is its result"
     show_text(f"{done}. Next: kvfold eval {shlex.quote(str(result.output))} --text FILE")
 
 
-def _show_losses(result: "TrainingResult") -> None:
-    title = f"{result.steps} steps, {result.tokens:,} tokens"
-    show_table(title, LOSS_COLUMNS, loss_rows(result.stages))
-
-
-def _show_evaluation(found: dict[str, Any]) -> None:
-    share = "" if found["recovered_share"] is None else f", {found['recovered_share']:.1%} recovered"
-    show_text(
-        f"Held-out text ({found['text']}): perplexity {found['teacher_perplexity']:.4g} (teacher), "
-        f"{found['start_perplexity']:.4g} (at first), {found['perplexity']:.4g} (after step "
-        f"{found['step']}){share}."
-    )
-    if found["kept"] == "start":
-        notice(
-            "no trained weights are better than the start on held-out text, so the output has the start's "
-            "weights; use a lower lr or more tokens"
-        )
-    elif found["perplexity"] > found["start_perplexity"]:
-        notice(
-            "training made the student worse on held-out text; use a lower lr, more tokens, or "
-            "evaluate.keep: best"
-        )
-
-
 def _show_plan(recipe: "Recipe", as_json: bool) -> None:
-    from .run.explain import check_run
+    from .run.explain import check_places
+    from .run.resume import complete, find_result
 
-    sentences = check_run(recipe)
-    stages = [
-        {
-            "name": stage.name,
-            "steps": recipe.steps(stage),
-            "tokens": recipe.steps(stage) * recipe.step_tokens(stage),
-        }
-        for stage in recipe.stages
-    ]
-    for sentence in sentences:
+    output = recipe.output_directory
+    found = find_result(recipe, output)  # the run may have ended before
+    for sentence in check_places(recipe) if found is None else [complete(output)]:
         notice(sentence)
+    stages = []
+    for stage in recipe.stages:
+        steps = recipe.steps(stage)
+        stages.append({"name": stage.name, "steps": steps, "tokens": steps * recipe.step_tokens(stage)})
     if as_json:
         show_json({"recipe": recipe.resolved(), "stages": stages})
         return

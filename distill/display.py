@@ -30,15 +30,15 @@ LOSS_COLUMNS = ("stage", "loss", "first step", "last tenth")
 
 def loss_rows(stages: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """Return the rows of a table of every loss of every stage at both ends, as a run's record has them."""
+
+    def shown(value: float | None) -> str:
+        return "unknown" if value is None else f"{value:.4f}"
+
     return [
-        (stage["name"], name, *(_loss(stage[end][name]) for end in ("first", "last")))
+        (stage["name"], name, shown(stage["first"][name]), shown(stage["last"][name]))
         for stage in stages
         for name in stage["last"]
     ]
-
-
-def _loss(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
 
 
 def is_main_process() -> bool:
@@ -76,7 +76,14 @@ def progress_bar(description: str, total: int, done: int = 0) -> Iterator[Show]:
     elif not is_shown():
         yield lambda done, note: report_progress(description, done, total)
     elif sys.stderr.isatty():
-        yield from _bar(description, total, done)
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
+            task = bar.add_task(escape(description), total=total, completed=done, note="")
+            yield lambda done, note: bar.update(task, completed=done, note=note)
     else:
         yield _plain(description, total)
 
@@ -89,7 +96,11 @@ def stage_table(stage: str, steps: int) -> Iterator[ShowStep]:
     elif not is_shown():
         yield lambda done, values: report_progress(stage, done, steps)
     elif sys.stderr.isatty():
-        yield from _table(stage, steps)
+        from rich.console import Console
+        from rich.live import Live
+
+        with Live(console=Console(stderr=True), refresh_per_second=4) as live:
+            yield lambda done, values: live.update(_render(stage, done, steps, values))
     else:
         plain = _plain(stage, steps)
         yield lambda done, values: plain(done, "  ".join(f"{name} {text}" for name, text in shown(values)))
@@ -98,25 +109,6 @@ def stage_table(stage: str, steps: int) -> Iterator[ShowStep]:
 def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return heading and text of every known value."""
     return [(heading, form(values[key])) for key, heading, form in SHOWN if key in values]
-
-
-def _bar(description: str, total: int, done: int) -> Iterator[Show]:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
-        task = bar.add_task(escape(description), total=total, completed=done, note="")
-        yield lambda done, note: bar.update(task, completed=done, note=note)
-
-
-def _table(stage: str, steps: int) -> Iterator[ShowStep]:
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(stderr=True), refresh_per_second=4) as live:
-        yield lambda done, values: live.update(_render(stage, done, steps, values))
 
 
 def _render(stage: str, done: int, steps: int, values: Mapping[str, float]) -> Any:

@@ -40,16 +40,11 @@ class Refused(InvalidInput):
 
 
 def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int) -> Pieces:
-    """Yield the conversations of a source, in windows with `packing: documents`.
+    """Yield the conversations of a source with a `messages_field`, in windows with `packing: documents`.
 
     A conversation that is longer than a window is cut. Conversations without a word of the assistant's, and
     those that the template refuses, are left out; when the generator is closed, a notice reports how many.
-
-    Args:
-        source: has a `messages_field`.
-        data: how conversations are cut.
-        tokenizer: the student's.
-        vocabulary: number of token ids that the student has an embedding for.
+    `vocabulary` is the number of token ids that the student has an embedding for.
 
     Raises:
         InvalidInput: there is no chat template, the field holds no conversations, or the template renders
@@ -59,15 +54,10 @@ def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int)
     read = _Read()
     pieces = _conversations(source, data, tokenizer, read)
     # Nothing attends to padding or is trained on it, so any token of the student will do.
-    known = (
-        token
-        for token in (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        if token is not None and token < vocabulary
-    )
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
     try:
-        yield from (
-            fill_windows(pieces, data.seq_len, next(known, 0)) if data.packing == "documents" else pieces
-        )
+        yield from fill_windows(pieces, data.seq_len, padding) if data.packing == "documents" else pieces
     finally:
         for number, what in (
             (read.cut, f"cut to data.seq_len {data.seq_len}"),
@@ -90,21 +80,13 @@ def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int)
 
 @dataclass
 class _Read:
-    """Counts of the conversations of a source.
+    """Counts of the conversations of a source."""
 
-    Attributes:
-        spoken: trained on.
-        cut: longer than a window.
-        silent: left out, since they have no word of the assistant's.
-        refused: left out, since the template does not render them.
-        refusal: the template's first refusal.
-    """
-
-    spoken: int = 0
-    cut: int = 0
-    silent: int = 0
-    refused: int = 0
-    refusal: Refused | None = None
+    spoken: int = 0  # trained on
+    cut: int = 0  # longer than a window
+    silent: int = 0  # left out, since they have no word of the assistant's
+    refused: int = 0  # left out, since the template does not render them
+    refusal: Refused | None = None  # the template's first
 
 
 def _conversations(source: TextSource, data: Data, tokenizer: Any, read: _Read) -> Iterator[Piece]:
@@ -182,12 +164,7 @@ def messages_of(value: Any, source: TextSource) -> list[dict[str, Any]]:
 
 
 def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> Piece:
-    """Return one conversation as a piece.
-
-    Args:
-        messages: `{role, content, ...}` each; without any, the piece is empty.
-        tokenizer: a fast one with a chat template.
-        name: of the source, for errors.
+    """Return a conversation of `{role, content, ...}` as a piece; `name` is its source's, for errors.
 
     Raises:
         Refused: the template cannot render the conversation; names it.

@@ -35,11 +35,7 @@ class TrainingWindows:
     """The windows of a run, addressed by a cursor that counts them from 0.
 
     Each pass over a source (an epoch) has its own permutation: a pure function of the seed, the source and
-    the number of the epoch.
-
-    Args:
-        streams: the sources' tokens, more than one window each.
-        data: the sources' weights, the length of a window, the seed.
+    the number of the epoch. Each stream has more tokens than one window.
     """
 
     def __init__(self, streams: Sequence[Stream], data: Data) -> None:

@@ -49,9 +49,7 @@ class SourceSample:
 def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], list[NDArray[np.int32]]]:
     """Check every source of a recipe that is on this machine.
 
-    Args:
-        recipe: the run.
-        student: gives the tokenizer; None if it is not on this machine, so that nothing can be counted.
+    Without a student, which gives the tokenizer, nothing can be counted.
 
     Returns:
         A sentence for every source that seems to hold less than the run reads of it, and the tokens of the
@@ -135,7 +133,19 @@ def take_sample(source: TextSource) -> SourceSample | None:
 def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float | None]:
     """Return the first values of a field in a file, and the proportion of the file that they are."""
     if is_plain_text(file) and not compression(file):  # it is one document, however large
-        return _begin_text(file, source, key)
+        if getattr(source, key) != "text":
+            raise InvalidInput(
+                f"data.source {file} has no field {getattr(source, key)!r}; data.{key} can be text"
+            )
+        with file.open("rb") as stream:
+            content = stream.read(_BYTES)
+            is_whole = not stream.read(1)
+        try:
+            # The last character may be cut in two.
+            text = getincrementaldecoder("utf-8")().decode(content, final=is_whole)
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"data.source {file} cannot be read: {utf8_flaw('it', error.start)}") from None
+        return [text] if text else [], 1.0 if is_whole else len(content) / file.stat().st_size
     documents = replace(source.documents, place=str(file))
     rows = first_rows(documents, _DOCUMENTS)
     values = [row[getattr(source, key)] for row in rows if row[getattr(source, key)]]
@@ -151,21 +161,6 @@ def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float |
         lines = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) + 1 for row in rows)
         return values, min(0.999, lines / file.stat().st_size)
     return values, None  # compressed
-
-
-def _begin_text(file: Path, source: TextSource, key: str) -> tuple[list[Any], float]:
-    field = getattr(source, key)
-    if field != "text":
-        raise InvalidInput(f"data.source {file} has no field {field!r}; data.{key} can be text")
-    with file.open("rb") as stream:
-        content = stream.read(_BYTES)
-        is_whole = not stream.read(1)
-    try:
-        # The last character may be cut in two.
-        text = getincrementaldecoder("utf-8")().decode(content, final=is_whole)
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"data.source {file} cannot be read: {utf8_flaw('it', error.start)}") from None
-    return [text] if text else [], 1.0 if is_whole else len(content) / file.stat().st_size
 
 
 def _tokenise(

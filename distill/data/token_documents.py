@@ -61,13 +61,9 @@ def ends(tokenizer: Any, packing: str) -> Ends:
 
 
 def check_ids(ids: NDArray[np.int32], tokenizer: Any, vocabulary: int, what: str) -> None:
-    """Refuse token ids that a model has no embedding for.
+    """Refuse token ids of a tokenizer that a model has no embedding for: those from `vocabulary` on.
 
-    Args:
-        ids: any number of them.
-        tokenizer: their source.
-        vocabulary: number of ids that the model has an embedding for.
-        what: the key of the recipe that they are from, and its value.
+    `what` is the key of the recipe that they are from, and its value.
 
     Raises:
         InvalidInput: names the largest id.
@@ -117,14 +113,7 @@ def written_pieces(
 
     It is at least `tokens` long. A sequence in which the teacher ends a document and continues becomes two
     documents; a document that it has not ended has no EOS. Each process writes a part and gets the whole, so
-    all must read to the end.
-
-    Args:
-        data: the source and how it is cut.
-        tokenizer: the student's.
-        teacher: a transformers model; None if the run has none.
-        tokens: the least number.
-        kept: where finished batches are saved, and from where those of an interrupted run are read.
+    all must read to the end. Finished batches are saved in `kept`, and read from there after an interruption.
 
     Raises:
         InvalidInput: no teacher is there, it takes no sequence of this length, has no embedding for the token

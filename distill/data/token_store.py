@@ -5,12 +5,12 @@
 there, all are.
 """
 
-import functools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from ..display import is_main_process, progress_bar
 from ..recipe.data_section import SELF, Data, TextSource
 from .chat import chat_pieces
 from .order import Stream, TrainingWindows, windows_per_source
-from .token_documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
+from .token_documents import SCORED, Pieces, check_ids, text_pieces, written_pieces
 
 _PART = 2**24  # tokens that are looked at together
 _Author = Callable[[int], Pieces]  # writes at least so many tokens
@@ -33,11 +33,8 @@ _Author = Callable[[int], Pieces]  # writes at least so many tokens
 def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> TrainingWindows:
     """Return the windows of tokens that `write_tokens` wrote, memory-mapped.
 
-    Args:
-        file: tokens.bin.
-        data: the sources and how they are cut.
-        vocabulary: number of token ids that the student has an embedding for, against which all tokens are
-            held; None for those that were just written.
+    `vocabulary` is the number of token ids that the student has an embedding for, against which all tokens
+    are held; None for those that were just written.
 
     Raises:
         InvalidInput: the files are not what `write_tokens` writes for these sources.
@@ -53,8 +50,8 @@ def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> Train
     tokens = np.memmap(file, dtype=np.int32, mode="r")
     marks = np.memmap(marked, dtype=np.uint8, mode="r")
     if vocabulary is not None:
-        known = read_json(file.with_name("tokens.json")).get("checksums")  # none before 2026-11-28
-        if known is not None and known != [_checksum(file), _checksum(marked)]:
+        known = read_json(file.with_name("tokens.json")).get("checksums")
+        if known != [_checksum(file), _checksum(marked)]:
             raise InvalidInput(f"{file} or {marked.name} has changed since it was written; {remedy}")
         for start in range(0, len(tokens), _PART):
             part = tokens[start : start + _PART]
@@ -75,27 +72,19 @@ def write_tokens(
     vocabulary: int,
     kept: WrittenBatches | None = None,
 ) -> None:
-    """Tokenise the sources into `file` and the two files next to it.
+    """Tokenise the sources into `file`, which must not exist, and the two files next to it.
 
     Every source is read until it has its part of `windows` windows. A shorter source is left short: its
     windows are read again, in a new order. Every process calls this, and rank 0 writes; the others have work
-    only if the teacher writes the text.
-
-    Args:
-        file: tokens.bin; must not exist.
-        data: the sources and how they are cut.
-        tokenizer: the student's.
-        windows: number of windows that the run reads.
-        teacher: a transformers model, for the source `self`.
-        vocabulary: number of token ids that the student has an embedding for.
-        kept: finished batches of the teacher's text.
+    only if the teacher, a transformers model, writes the text. `vocabulary` is the number of token ids that
+    the student has an embedding for, `kept` has finished batches of the teacher's text.
 
     Raises:
         InvalidInput: a source cannot be read, lacks the field, does not fill one window, or holds a token
             that the student has no embedding for.
     """
     wanted = _wanted(data, windows)
-    author = functools.partial(written_pieces, data, tokenizer, teacher, kept=kept)
+    author = partial(written_pieces, data, tokenizer, teacher, kept=kept)
     if is_main_process():
         _write(file, data, tokenizer, wanted, author, vocabulary)
         return
@@ -125,7 +114,6 @@ def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
 
 
 def _read_lengths(file: Path) -> list[int]:
-    """Return the number of tokens that are stored of each source."""
     lengths = read_json(file).get("tokens")
     if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
         raise InvalidInput(f"{file} is damaged; remove {file.parent} to start over")
@@ -153,48 +141,42 @@ def _write(
     lengths = []
     with partials[file.name].open("wb") as tokens, partials["marks.bin"].open("wb") as marks:
         for source, most in zip(data.sources, wanted, strict=True):
-            with closing(_pieces(source, data, tokenizer, author, most, vocabulary)) as pieces:
-                known = _known(pieces, source, tokenizer, vocabulary)
-                lengths.append(_fill(tokens, marks, known, source, data, most))
+            if source.source == SELF:
+                pieces = author(most)
+            elif source.messages_field:
+                pieces = chat_pieces(source, data, tokenizer, vocabulary)
+            else:
+                pieces = text_pieces(source, data, tokenizer)
+            with closing(pieces):
+                known = partial(check_ids, tokenizer=tokenizer, vocabulary=vocabulary)
+                lengths.append(_fill(tokens, marks, pieces, known, source, data, most))
         for stream in (tokens, marks):
             stream.flush()
             os.fsync(stream.fileno())
     checksums = [_checksum(partials[file.name]), _checksum(partials["marks.bin"])]
     content = {"tokens": lengths, "checksums": checksums}
     partials["tokens.json"].write_text(json.dumps(content) + "\n", encoding="utf-8")
-    for name, partial in partials.items():
-        partial.rename(file.with_name(name))
-
-
-def _pieces(
-    source: TextSource, data: Data, tokenizer: Any, author: _Author, tokens: int, vocabulary: int
-) -> Pieces:
-    if source.source == SELF:
-        return author(tokens)
-    return (
-        chat_pieces(source, data, tokenizer, vocabulary)
-        if source.messages_field
-        else text_pieces(source, data, tokenizer)
-    )
-
-
-def _known(pieces: Pieces, source: TextSource, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:
-    """Yield the same pieces, each after all its ids are known to the student."""
-    for piece in pieces:
-        check_ids(piece.ids, tokenizer, vocabulary, f"data.source {source.source}")
-        yield piece
+    for name, unfinished in partials.items():
+        unfinished.rename(file.with_name(name))
 
 
 def _fill(
-    tokens: BinaryIO, marks: BinaryIO, pieces: Iterable[Piece], source: TextSource, data: Data, most: int
+    tokens: BinaryIO,
+    marks: BinaryIO,
+    pieces: Pieces,
+    check: Callable[..., None],
+    source: TextSource,
+    data: Data,
+    most: int,
 ) -> int:
-    """Append up to `most` tokens of a source; return their number."""
+    """Append up to `most` tokens of a source, all of which the student knows; return their number."""
     written = documents = 0
     # In a stream, positions and attention continue across documents.
     kept = 0xFF if data.packing == "documents" else SCORED
     written_by_teacher = source.source == SELF  # shows its own progress
     with nullcontext(lambda done, note: None) if written_by_teacher else progress_bar("tokens", most) as show:
         for piece in pieces:
+            check(piece.ids, what=f"data.source {source.source}")
             ids = piece.ids[: most - written]
             tokens.write(ids.tobytes())
             marks.write((piece.marks[: len(ids)] & kept).tobytes())

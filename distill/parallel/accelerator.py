@@ -35,11 +35,7 @@ def computes_in_bf16(recipe: Recipe) -> bool:
 
 
 def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> Accelerator:
-    """Return the processes, devices and precision of a run.
-
-    Args:
-        recipe: the run.
-        trackers_directory: where the recipe's trackers write; needed if it has any.
+    """Return the processes, devices and precision of a run, whose trackers write to a directory.
 
     Raises:
         InvalidInput: the launcher asks for something that kvfold does not support, accelerate runs in this
@@ -69,30 +65,25 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
     except ValueError as mistake:
         if "already been initialized" not in str(mistake):
             raise
-        raise InvalidInput(_unlike_running(recipe)) from None
+        running = AcceleratorState()
+        precision = {"no": "fp32"}.get(running.mixed_precision, running.mixed_precision)
+        device = running.device.type
+        wanted = "bf16" if computes_in_bf16(recipe) else "fp32"
+        raise InvalidInput(
+            f"accelerate runs in this Python process already, with precision {precision} on {device}, and "
+            f"this run takes precision {wanted} on {'cpu' if recipe.device == 'cpu' else device}; start "
+            "another process for it"
+        ) from None
     # A launcher's configuration may set this, and accelerate would then divide the loss by it. The loop
     # divides by tokens.
     accelerator.gradient_accumulation_steps = 1
     if is_sharded() and accelerator.device.type == "cpu":
-        _return_freed_memory()
-    _check_division(recipe, accelerator.num_processes)
-    return accelerator
-
-
-def _unlike_running(recipe: Recipe) -> str:
-    """Return that accelerate runs in this process already, unlike what a recipe asks for."""
-    running = AcceleratorState()
-    precision = {"no": "fp32"}.get(running.mixed_precision, running.mixed_precision)
-    device = running.device.type
-    wanted = "bf16" if computes_in_bf16(recipe) else "fp32"
-    place = "cpu" if recipe.device == "cpu" else device
-    return (
-        f"accelerate runs in this Python process already, with precision {precision} on {device}, and this "
-        f"run takes precision {wanted} on {place}; start another process for it"
-    )
-
-
-def _check_division(recipe: Recipe, processes: int) -> None:
+        # glibc would otherwise keep the memory of every layer that was gathered and freed, which adds up to
+        # several times the model.
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+    processes = accelerator.num_processes
     for stage in recipe.stages:
         windows = recipe.step_windows(stage)
         if windows % processes:
@@ -101,17 +92,7 @@ def _check_division(recipe: Recipe, processes: int) -> None:
                 f"batch_tokens {recipe.step_tokens(stage)} of stage {stage.name} is {windows} windows, which "
                 f"cannot be divided evenly among {processes} processes; use batch_tokens {enough}"
             )
-
-
-def _return_freed_memory() -> None:
-    """Have the C library return freed layers to the system at once.
-
-    glibc would otherwise keep the memory of every layer that was gathered and freed, which adds up to several
-    times the model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+    return accelerator
 
 
 def shards_models(stage: Stage) -> bool:

@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from ...core.console import notice
 from ...core.errors import InvalidInput
@@ -29,24 +28,10 @@ TESTED: Mapping[Profile, frozenset[Kind]] = {
 }
 _ALONE = ("cpu", "single")  # need no launcher
 SHARDED = ("fsdp2", "zero2", "zero3", "multinode")  # models are divided among the processes
-# Options that would make accelerate's launcher replace the profile, and why they are not needed.
-_INSTEAD = (
-    "which kvfold does not use; leave it out and use --profile zero2 or zero3, which divide memory as "
-    "DeepSpeed's stages do, with FSDP 2"
-)
-_REFUSED = {
-    "--use_deepspeed": f"asks for DeepSpeed, {_INSTEAD}",
-    "--use_megatron_lm": f"asks for Megatron-LM, {_INSTEAD}",
-    "--cpu": "makes accelerate start only one process, whatever the profile; leave it out and use --set "
-    "device=cpu, with which all processes use the CPU",
-}
 _COUNT = "--num_processes"
 # Environment variables by which each launched process checks what it is part of.
 _ASKED = ("KVFOLD_PROFILE", "KVFOLD_PROCESSES")
-_ELSEWHERE = (
-    "--machine_rank",
-    "--main_process_ip",
-)  # options that each machine needs in addition to its profile
+_ELSEWHERE = ("--machine_rank", "--main_process_ip")  # needed on each machine in addition to its profile
 
 
 def is_launched() -> bool:
@@ -86,18 +71,12 @@ def uses_gpu(recipe: Recipe, profile: Profile) -> bool:
 def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: Sequence[str]) -> None:
     """Become the launcher of the same command under a profile; return only if one process is to run.
 
-    Args:
-        recipe: checked already, so that mistakes in it are reported once.
-        profile: the profile.
-        extra: arguments for accelerate's launcher.
-        arguments: those of `python -m kvfold.distill`.
+    The recipe is checked already, so that mistakes in it are reported once. `extra` is for accelerate's
+    launcher, `arguments` are those of `python -m kvfold.distill`.
 
     Raises:
         InvalidInput: the profile cannot run in this way.
     """
-    for option, what in _REFUSED.items():
-        if _has(extra, option):
-            raise InvalidInput(f"{option} {what}")
     gpu = uses_gpu(recipe, profile)
     if ("cuda" if gpu else "cpu") not in TESTED[profile]:
         here, known = ("on GPUs", "without GPUs") if gpu else ("without a GPU", "on GPUs")
@@ -117,10 +96,21 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
             f"-- --num_machines 2 --machine_rank 0 --main_process_ip HOST --num_processes 16"
         )
     if not _has(extra, _COUNT):
-        extra = [_COUNT, _processes(profile, gpu), *extra]
+        if not gpu or profile == "multinode":
+            where = "on all machines together" if profile == "multinode" else "without a GPU"
+            raise InvalidInput(
+                f"the profile {profile} does not define the number of processes {where}; add -- {_COUNT} N"
+            )
+        import torch
+
+        extra = [_COUNT, str(torch.cuda.device_count()), *extra]
     if gpu and "cuda" in TESTED[profile] and _count(extra) != "1":
         notice(f"the profile {profile} has run on one GPU, but not yet on several")
-    _exec(profile, extra, gpu, arguments)
+    file = resources.files(__package__) / "profiles" / f"{profile}.yaml"
+    asked = dict(zip(_ASKED, (profile, _count(extra)), strict=True))
+    environment = {**os.environ, **asked, **({} if gpu else {"ACCELERATE_USE_CPU": "true"})}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *extra]
+    os.execve(sys.executable, [*command, "-m", "kvfold.distill", *arguments], environment)
 
 
 def _has(extra: Sequence[str], option: str) -> bool:
@@ -144,31 +134,3 @@ def _count(extra: Sequence[str]) -> str:
     if not (value.isdecimal() and int(value)):
         raise InvalidInput(f"{_COUNT} is {value!r}; it should be a number of at least 1")
     return str(int(value))
-
-
-def _processes(profile: Profile, gpu: bool) -> str:
-    if gpu and profile != "multinode":
-        import torch
-
-        return str(torch.cuda.device_count())
-    where = "on all machines together" if profile == "multinode" else "without a GPU"
-    raise InvalidInput(
-        f"the profile {profile} does not define the number of processes {where}; add -- --num_processes N"
-    )
-
-
-def _exec(profile: Profile, extra: Sequence[str], gpu: bool, arguments: Sequence[str]) -> NoReturn:
-    file = resources.files(__package__) / "profiles" / f"{profile}.yaml"
-    asked = dict(zip(_ASKED, (profile, _count(extra)), strict=True))
-    environment = {**os.environ, **asked, **({} if gpu else {"ACCELERATE_USE_CPU": "true"})}
-    command = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(Path(str(file))),
-        *extra,
-        "-m",
-        "kvfold.distill",
-        *arguments,
-    ]
-    os.execve(sys.executable, [sys.executable, *command], environment)

@@ -39,11 +39,6 @@ class LayerUnits:
         saved_weights: a file of a training state whose weights replace the checkpoint's, by the names of
             `tensors.named_weights`; None for no such file.
 
-    Args:
-        directory: the checkpoint.
-        dtype: of the weights.
-        opened: whether linearised norms are opened for training, see `to_trainable`.
-
     Raises:
         InvalidInput: transformers cannot build the model, or the checkpoint has no safetensors or lacks a
             weight.
@@ -118,7 +113,7 @@ class LayerUnits:
 def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, *, opened: bool) -> Any:
     """Return a checkpoint's model in evaluation mode, with its parameters on the meta device.
 
-    Arguments and errors as of `LayerUnits`.
+    With `opened`, linearised norms are opened for training, see `to_trainable`. Errors as of `LayerUnits`.
     """
     model = LayeredModel(checkpoint, attention=None, dtype=dtype).model
     _compute_buffers(model)

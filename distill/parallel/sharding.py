@@ -27,15 +27,10 @@ def distribute(
 ) -> nn.Module:
     """Return a module that all processes run together, from one whose forward runs `model`.
 
-    With sharding, each decoder layer is a unit. Everything else is one more unit, which the module's own
-    forward gathers: the head is whole there, and only there. Gradients are averaged over the processes with
-    and without sharding.
-
-    Args:
-        accelerator: device and precision.
-        module: called from now on in place of the model.
-        model: the transformers model in it; its weights become shards in place.
-        units: the source of its weights, if it has none yet.
+    With sharding, each decoder layer is a unit, and the model's weights become shards in place. Everything
+    else is one more unit, which the module's own forward gathers: the head is whole there, and only there.
+    Gradients are averaged over the processes with and without sharding. `units` is the source of the weights,
+    if the model has none yet.
 
     Raises:
         InvalidInput: a weight is NaN or infinite.
@@ -52,14 +47,11 @@ def distribute(
 
 
 def shard_teacher(teacher: Any, units: LayerUnits | None = None) -> None:
-    """Shard a teacher's model in place where the student is sharded.
+    """Shard a teacher's model in place where the student is sharded, unless it has none or is sharded.
 
     Its units are its layers, everything around them, and a head that is not the embedding. The model is
-    called through its base model, which is the root. The head is gathered where it is read.
-
-    Args:
-        teacher: left as it is if it has no model, or one that is sharded already.
-        units: the source of its model's weights, if it has none yet.
+    called through its base model, which is the root. The head is gathered where it is read. `units` is the
+    source of the weights, if the model has none yet.
 
     Raises:
         InvalidInput: a weight is NaN or infinite.

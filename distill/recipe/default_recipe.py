@@ -23,15 +23,10 @@ RATES = ((1e9, 1e-4), (3e9, 5e-5), (float("inf"), 2e-5))
 
 
 def default_recipe(fold: Path) -> dict[str, Any]:
-    """Return the recipe of a fold: KL on text that its teacher writes.
+    """Return the recipe of a fold: the keys of a recipe file, for KL on text that its teacher writes.
 
-    The teacher is the source that the fold's kvfold.json names. The output stands next to the fold.
-
-    Args:
-        fold: an output of `kvfold convert`, or of a distillation of one.
-
-    Returns:
-        The keys of a recipe file.
+    The teacher is the source that the fold's kvfold.json names. The output stands next to the fold, which is
+    an output of `kvfold convert`, or of a distillation of one.
 
     Raises:
         InvalidInput: kvfold did not fold this directory, or its record is damaged.
@@ -44,31 +39,32 @@ def default_recipe(fold: Path) -> dict[str, Any]:
         raise InvalidInput(without_config(fold))
     record = read_record(fold)
     if record is None or not is_folded(fold):
-        raise InvalidInput(_without_fold(fold))
-    from ...checkpoints.directory import Checkpoint
+        what, remedy = "a directory without a checkpoint", "name an output of kvfold convert or"
+        if (fold / "config.json").is_file():
+            what, remedy = "a model that is not folded", "convert it first with kvfold convert, or name"
+        raise InvalidInput(f"{printable(fold)} is {what}; {remedy} a recipe file")
+    from ...checkpoints.directory import Checkpoint, read_config
 
     place = fold if fold.name not in ("", "..") else fold.resolve()
-    window = _window(record, fold)
+    # As many tokens as the source wrote per sequence for the fold, if it did.
+    calibration = record.get("calibration") or {}
+    window = int(calibration.get("length", 0)) if calibration.get("text") == "self" else 0
+    if window < 2:
+        positions = read_config(fold).get("max_position_embeddings")
+        window = min(WINDOW, positions) if isinstance(positions, int) and positions >= 2 else WINDOW
     stage = default_stage(weights_of(Checkpoint(fold, packed=True)), TOKENS, window)
+    # Layers without attention carry a document's end into the next document.
+    packing = "stream" if "layers" in record.get("cache", {}) else "documents"
     if "cache_dtype" in record:
         stage["cache_dtype"] = record["cache_dtype"]["name"]
     return {
         "schema": 1,
         "student": str(fold),
         "output": str(place.with_name(f"{place.name}-distilled")),
-        "data": {"source": "self", "seq_len": window, "packing": _packing(record)},
+        "data": {"source": "self", "seq_len": window, "packing": packing},
         "stages": [stage],
         "save": {"every": default_save(TOKENS, window)},
     }
-
-
-def _without_fold(directory: Path) -> str:
-    """Return the sentence for a directory that kvfold did not fold: what it is, and what to do."""
-    if (directory / "config.json").is_file():
-        what, remedy = "a model that is not folded", "convert it first with kvfold convert, or name"
-    else:
-        what, remedy = "a directory without a checkpoint", "name an output of kvfold convert or"
-    return f"{printable(directory)} is {what}; {remedy} a recipe file"
 
 
 def default_save(tokens: int, window: int) -> int:
@@ -82,12 +78,7 @@ def default_steps(tokens: int, window: int) -> int:
 
 
 def default_stage(weights: int, tokens: int, window: int) -> dict[str, Any]:
-    """Return a stage of forward KL, whose batch is left to kvfold.
-
-    Args:
-        weights: of the model.
-        tokens: of the stage.
-        window: tokens per window.
+    """Return a stage of forward KL for a model of so many weights, whose batch is left to kvfold.
 
     Example:
         >>> default_stage(135_000_000, 100_000, 256)["lr"]
@@ -106,19 +97,3 @@ def weights_of(checkpoint: "Checkpoint") -> int:
     """Return the number of stored numbers of a checkpoint."""
     specs = [checkpoint.spec(name) for name in checkpoint]
     return sum(spec.nbytes // spec.dtype.itemsize for spec in specs)
-
-
-def _window(record: dict[str, Any], fold: Path) -> int:
-    """Return the tokens of a window: as many as the source wrote per sequence for the fold, if it did."""
-    from ...checkpoints.directory import read_config
-
-    calibration = record.get("calibration") or {}
-    if calibration.get("text") == "self" and calibration.get("length", 0) >= 2:
-        return int(calibration["length"])
-    positions = read_config(fold).get("max_position_embeddings")
-    return min(WINDOW, positions) if isinstance(positions, int) and positions >= 2 else WINDOW
-
-
-def _packing(record: dict[str, Any]) -> str:
-    """Return `stream` where layers without attention carry a document's end into the next document."""
-    return "stream" if "layers" in record.get("cache", {}) else "documents"

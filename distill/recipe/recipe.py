@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from ...core.settings import Settings
 from ...core.units import counted, parse_tokens
 from .data_section import SELF, Data
-from .watch_section import Evaluate, TrackerName
 
 SHARED = "shared"  # value of `teacher`: one copy of the weights that student and teacher have in common
 # Keys that a resumed run may change: they alter no number, or only the order in which sums are rounded.
@@ -23,8 +22,8 @@ _FREE = {
 }  # fmt: skip
 
 
-# Keys of the tables in losses, weights.py, loop.py, launch.py and schedule.py. They are repeated here so that
-# reading a recipe loads no torch.
+# Keys of the tables in losses, weights.py, loop.py, launch.py, optimizer.py and trackers.py. They are
+# repeated here so that reading a recipe loads no torch.
 LossName = Literal[
     "kl", "reverse_kl", "jsd", "ce", "hidden_mse", "hidden_cosine", "attention_output", "attention_relation",
 ]  # fmt: skip
@@ -33,6 +32,7 @@ Mode = Literal["end_to_end", "layerwise", "stream"]
 StoredFormat = Literal["fp8_e4m3", "fp8_e5m2", "nvfp4", "int8", "int4"]
 Profile = Literal["cpu", "single", "ddp", "fsdp2", "zero2", "zero3", "multinode"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 _MOST_TOKENS = 10**13  # near what the largest models were pretrained on; more is a slip
 Tokens = Annotated[int, BeforeValidator(parse_tokens), Field(ge=1, le=_MOST_TOKENS)]
 
@@ -177,15 +177,31 @@ class Save(Settings):
     keep_stages: bool = False
     """If true, each stage but the last writes its model as a checkpoint in `<output>/stages/NAME`."""
 
-    @field_validator("keep", mode="before")
-    @classmethod
-    def _keep_counts_states(cls, keep: object) -> object:
-        """Refuse a value of another section's key of that name."""
-        if keep in ("last", "best"):
-            raise ValueError(
-                f"it should be a number of states; for the weights of the output write evaluate.keep: {keep}"
-            )
-        return keep
+
+class Evaluate(Settings):
+    """Evaluation on text that the run does not train on.
+
+    It takes place before the first step, while the run trains, and at the end of each stage. Stages with
+    mode: stream have none, since the whole student is never in memory.
+    """
+
+    source: str = Field(min_length=1)
+    """The held-out text: a .txt, .jsonl, .json or .parquet file, `stdlib` (modules that training on `stdlib`
+    leaves out), or `wikitext2-gptq-N`. Text that the run trains on is refused."""
+    text_field: str = "text"
+    """Field that holds the text of a document, if the file has fields."""
+    every: int = Field(default=100, ge=1)
+    """Optimizer steps between two evaluations. They use the float32 weights in training; the output of a
+    bf16 student is rounded when it is written, and gives other last digits."""
+    windows: int = Field(default=32, ge=2)
+    """Number of windows, read from the start of the text."""
+    seq_len: int | None = Field(default=None, ge=2)
+    """Tokens per window, as in `kvfold eval --window`. null: N of `wikitext2-gptq-N`, otherwise the same as
+    `data.seq_len`."""
+    keep: Literal["last", "best"] = "last"
+    """Weights that become the output: `last`, or `best` for those with the lowest perplexity, including the
+    start's. With `best` they are stored in `<output>.partial/best` during the run, and the text has been used
+    to choose, so report final numbers on another one."""
 
 
 class Recipe(Settings):
@@ -352,14 +368,9 @@ class Recipe(Settings):
 
 
 def default_windows(tokens: int, seq_len: int) -> int:
-    """Return the windows per optimizer step where `batch_tokens` is left out.
+    """Return the windows per optimizer step of a stage where `batch_tokens` is left out.
 
-    Args:
-        tokens: of the stage.
-        seq_len: tokens per window.
-
-    Returns:
-        The largest power of two that leaves the stage at least 100 steps of at most 65536 tokens; at least 1.
+    They are the largest power of two that leaves the stage 100 steps of at most 65536 tokens; at least 1.
 
     Example:
         >>> default_windows(200_000, 256)
@@ -376,12 +387,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [
         f"{key} (was {old.get(key)})"
         for key in changed
-        if _FREE.isdisjoint((key.partition("[")[0], _last(key), key))
+        if _FREE.isdisjoint((key.partition("[")[0], key.rpartition(".")[2], key))
     ]
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def flatten(value: Any, key: str = "") -> dict[str, Any]:

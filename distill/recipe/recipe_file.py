@@ -10,8 +10,7 @@ from ...core.settings import Settings, description_of, names_of, texts_of
 from ...core.untrusted import is_text, parse_yaml, read_yaml, shorten
 from .data_section import Data, TextSource
 from .default_recipe import default_recipe
-from .recipe import Lora, Recipe, Save, Stage
-from .watch_section import Evaluate
+from .recipe import Evaluate, Lora, Recipe, Save, Stage
 
 # Names that other trainers give to the keys.
 _OTHER_NAMES = {
@@ -70,12 +69,8 @@ def as_recipe(
 ) -> Recipe:
     """Return a recipe from a YAML file, a fold, a mapping of a recipe's keys, or a recipe.
 
-    A mapping may have paths where a file has their texts.
-
-    Args:
-        recipe: the recipe, or the directory of a fold, whose recipe is the default one.
-        settings: values of keys that replace the recipe's own, by dotted names such as `stages.0.lr`.
-        overrides: as of `read_recipe`.
+    A mapping may have paths where a file has their texts. `settings` has values that replace the recipe's
+    own, by dotted names such as `stages.0.lr`; `overrides` is as of `read_recipe`.
 
     Raises:
         InvalidInput: it is none of these, or something in it cannot be used.
@@ -97,7 +92,12 @@ def as_recipe(
             f"the recipe is of type {type(recipe).__name__}; it should be a file, a fold, a Recipe or a "
             "mapping"
         )
-    for key, value in _checked(settings).items():
+    settings = {} if settings is None else settings
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise InvalidInput(
+            f"settings is {settings!r}; it should be a mapping such as {{'stages.0.lr': 1e-4}}"
+        )
+    for key, value in settings.items():
         _place(content, key, plain_values(value), f"settings[{key!r}]")
     for override in overrides:
         _override(content, override)
@@ -105,16 +105,6 @@ def as_recipe(
         if not is_text(text):  # from Python; no file of YAML has such
             raise InvalidInput(f"{name}: {key} is {shorten(text)}, which is not a text in UTF-8; give one")
     return Recipe.read(content, _OTHER_NAMES, name, SECTIONS)
-
-
-def _checked(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if settings is None:
-        return {}
-    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
-        raise InvalidInput(
-            f"settings is {settings!r}; it should be a mapping such as {{'stages.0.lr': 1e-4}}"
-        )
-    return settings
 
 
 def plain_values(value: Any) -> Any:

@@ -3,7 +3,8 @@
 Nothing is trained or written.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,29 @@ from ..data.samples import check_texts
 from ..parallel.launch import SHARDED
 from ..recipe.recipe import SHARED, Recipe, Stage, flatten
 from ..recipe.recipe_file import describe_key, read_content, read_recipe
-from ..stages.kept_quantisation import unrounded
+from ..stages.student_checkpoint import unrounded
 from ..stages.weights import check_peft
 from ..watch.held_out import check_held_out
 from ..watch.trackers import check_trackers
 from .preflight import check_stages
-from .resume import complete, find_result
+from .resume import check_config
 
 
-def validate(file: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+def validate(file: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Check a recipe, and everything that it names on this machine.
 
     Models and texts on the Hub are not looked up. Only the beginning of a text is read and tokenised; the run
     itself finds mistakes further on.
 
     Returns:
-        The recipe, and sentences on what may surprise the reader without being a mistake.
+        Sentences on what may surprise the reader without being a mistake.
 
     Raises:
         InvalidInput: the recipe or something that it names is wrong.
     """
     recipe = read_recipe(file, overrides)
     try:
-        return recipe, check_places(recipe)
+        return check_places(recipe)
     except InvalidInput as mistake:
         raise InvalidInput(f"{file.name}: {mistake}") from None
 
@@ -57,21 +58,6 @@ def check_before_launch(recipe: Recipe) -> None:
     student, teacher = models_of(recipe)
     if student and teacher:
         check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
-
-
-def check_run(recipe: Recipe) -> list[str]:
-    """Check a recipe as its run does, which may have ended before.
-
-    Returns:
-        Sentences on what may surprise the reader without being a mistake.
-
-    Raises:
-        InvalidInput: as of `check_places`, or the output exists and is of another run.
-    """
-    output = recipe.output_directory
-    if find_result(recipe, output) is not None:
-        return [complete(output)]
-    return check_places(recipe)
 
 
 def check_places(recipe: Recipe) -> list[str]:
@@ -118,9 +104,8 @@ def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:
 def _local(key: str, name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
-        raise InvalidInput(f"{key} {name} has no config.json; name the directory that holds the model")
+        check_config(key, path)
+        return path
     if name.startswith((".", "/", "~")) or path.exists() or name.count("/") > 1:
         advice = (
             "convert it first (kvfold convert ... --out)"
@@ -150,7 +135,7 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
             named for a profile with one.
     """
     recipe = read_recipe(file, overrides)
-    keys = _keys(recipe, {"fold" if file.is_dir() else "file": read_content(file)}, overrides)
+    keys = _keys(recipe, "fold" if file.is_dir() else "file", read_content(file), overrides)
     footprints, note = _footprints(recipe, _processes(recipe, processes))
     stages = [
         {
@@ -171,27 +156,21 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
 
 
 def _keys(
-    recipe: Recipe, contents: Mapping[str, dict[str, Any]], overrides: Sequence[str]
+    recipe: Recipe, origin: str, content: dict[str, Any], overrides: Sequence[str]
 ) -> list[dict[str, Any]]:
     given = {
-        **{origin: list(flatten(content)) for origin, content in contents.items()},
-        "--set": [_place(override.partition("=")[0]) for override in overrides],
+        origin: list(flatten(content)),
+        # `stages.0.lr` as `stages[0].lr`
+        "--set": [re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", override.partition("=")[0]) for override in overrides],
     }
     rows = []
     for key, value in flatten(recipe.resolved()).items():
-        origins = [name for name, places in given.items() if any(_is_inside(key, place) for place in places)]
-        origin = origins[-1] if origins else "default"
+        origin = "default"
+        for name, places in given.items():
+            if any(key == place or key.startswith((f"{place}.", f"{place}[")) for place in places):
+                origin = name
         rows.append({"key": key, "value": value, "from": origin, "meaning": describe_key(key)})
     return rows
-
-
-def _place(key: str) -> str:
-    """Return `stages.0.lr` as `stages[0].lr`."""
-    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in key.split(".")).removeprefix(".")
-
-
-def _is_inside(key: str, place: str) -> bool:
-    return key == place or key.startswith((f"{place}.", f"{place}["))
 
 
 def _processes(recipe: Recipe, named: int | None) -> int:
@@ -210,14 +189,14 @@ def _processes(recipe: Recipe, named: int | None) -> int:
 
 
 def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | None], str | None]:
+    student = teacher = None
+    note = "memory and time are known only for models that are directories on this machine"
     try:
         student, teacher = models_of(recipe)
     except InvalidInput as mistake:
-        return [None] * len(recipe.stages), str(mistake)
+        note = str(mistake)
     if student is None or teacher is None:
-        return [None] * len(
-            recipe.stages
-        ), "memory and time are known only for models that are directories on this machine"
+        return [None] * len(recipe.stages), note
     check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
     return [_footprint(recipe, stage, student, teacher, processes) for stage in recipe.stages], None
 
@@ -228,10 +207,8 @@ def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path, proce
 
     bf16 = computes_in_bf16(recipe)
     shards = processes if recipe.profile in SHARDED else 1
-    keeps_layers = recipe.profile == "zero2"
-    found = footprint(
-        recipe, stage, skeleton(student), skeleton(teacher), bf16, shards, keeps_layers=keeps_layers
-    )
+    models = skeleton(student), skeleton(teacher)
+    found = footprint(recipe, stage, *models, bf16, shards, keeps_layers=recipe.profile == "zero2")
     tokens = recipe.steps(stage) * recipe.step_tokens(stage)
     seconds = None
     if found.flops is not None:

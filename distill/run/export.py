@@ -1,8 +1,11 @@
-"""The checkpoints that a run writes: the student after a stage, and the distilled checkpoint."""
+"""A run as a whole, and the checkpoints that it writes: the student after a stage, and the output."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from accelerate import Accelerator
 
 from ...checkpoints.directory import copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
@@ -12,23 +15,47 @@ from ...convert.write.model_card import write_card
 from ...core.files import link_or_copy
 from ...models.code_files import copy_config
 from ...models.remote_code import ship
-from ..recipe.recipe import Stage
+from ..recipe.recipe import Recipe, Stage
 from ..stages import state
-from ..stages.student import publish
-from ..watch.evaluation import ChosenWeights
-from ..watch.evaluation_lines import read_evaluations
-from ..watch.perplexity_curve import write_curve
+from ..stages.student_checkpoint import publish
+from ..watch.evaluation import ChosenWeights, read_evaluations, write_curve
 from ..watch.trackers import directory_of
-from .context import RunContext
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run as a whole.
+
+    Attributes:
+        student, teacher: directories of the checkpoint to be trained and of the model to learn from.
+        partial: working directory.
+        signals: numbers of the signals received so far.
+    """
+
+    recipe: Recipe
+    accelerator: Accelerator
+    student: Path
+    teacher: Path
+    partial: Path
+    signals: list[int]
+
+    @property
+    def start(self) -> Path:
+        """The checkpoint that stages in memory start from: the last streamed stage's, or the student."""
+        streamed = [stage.name for stage in self.recipe.stages if stage.how == "stream"]
+        places = [self.partial / "stages" / name for name in reversed(streamed)]
+        return next((place for place in places if place.exists()), self.student)
+
+    def has_weights(self, found: Path) -> bool:
+        """Return whether a saved state is of a stage in memory: a streamed stage leaves a checkpoint."""
+        return self.recipe.stages[state.read_progress(found).stage].how != "stream"
 
 
 def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights | None) -> Path:
     """Write the distilled checkpoint into the working directory, and return where.
 
-    Args:
-        run: the run.
-        record: the run's results, for kvfold.json and the model card.
-        chosen: the evaluation whose weights become the output; None for the last weights.
+    `record` has the run's results, for kvfold.json and the model card; `chosen` is the evaluation whose
+    weights become the output, None for the last weights.
     """
     final = _checkpoint(run, run.partial / "final", chosen)
     metrics = run.partial / "metrics.jsonl"
@@ -59,26 +86,19 @@ def write_stage(run: RunContext, stage: Stage) -> None:
 
 
 def _checkpoint(run: RunContext, directory: Path, chosen: ChosenWeights | None) -> Path:
-    """Write weights as a checkpoint like the student's: the newest ones, or those of an evaluation.
-
-    Returns:
-        The directory.
-    """
+    """Write the newest weights, or those of an evaluation, as a checkpoint; return its directory."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
+    start = run.start
     weights = state.newest(run.partial / "state") if chosen is None else chosen.state
-    if weights is None or not run.has_weights(weights):
-        _copy(run.start, directory)
+    if weights is not None and run.has_weights(weights):
+        publish(weights, start, directory)
         return directory
-    publish(weights, run.start, directory)
-    return directory
-
-
-def _copy(start: Path, directory: Path) -> None:
-    """Copy the weights that stages in memory started from, byte for byte."""
-    quantised = [file for file in [start / MODELOPT_FILE] if file.is_file()]
-    for file in (*open_checkpoint(start).files, *start.glob("*.safetensors.index.json"), *quantised):
+    # The weights that stages in memory started from, byte for byte.
+    others = [*start.glob("*.safetensors.index.json"), *start.glob(MODELOPT_FILE)]
+    for file in (*open_checkpoint(start).files, *others):
         shutil.copyfile(file, directory / file.name)
     copy_config(start, directory)
     copy_side_files(start, directory)
     ship(start, directory)
+    return directory

@@ -38,20 +38,12 @@ _MATMUL = {"cpu": 1024, "cuda": 8192}  # size of the matrix product that measure
 
 @dataclass(frozen=True)
 class Footprint:
-    """The cost of one stage in one process.
+    """The cost of one stage in one process."""
 
-    Attributes:
-        weights: numbers in the student, without adapters.
-        trained: numbers that the optimizer changes.
-        memory: bytes by purpose.
-        flops: floating-point operations per token of the data; None for mixtures of experts, which are not
-            counted.
-    """
-
-    weights: int
-    trained: int
-    memory: dict[str, int]
-    flops: float | None
+    weights: int  # numbers in the student, without adapters
+    trained: int  # numbers that the optimizer changes
+    memory: dict[str, int]  # bytes by purpose
+    flops: float | None  # operations per token of the data; None for experts, which are not counted
 
 
 def skeleton(directory: Path) -> Any:
@@ -73,16 +65,10 @@ def footprint(
     *,
     keeps_layers: bool = False,
 ) -> Footprint:
-    """Return the cost of a stage.
+    """Return the cost of a stage, from skeletons of student and teacher, to which adapters are added.
 
-    Args:
-        recipe: the run.
-        stage: a stage of the recipe.
-        student: a skeleton; a stage that trains adapters leaves them in it.
-        teacher: a skeleton.
-        bf16: whether forward passes use bfloat16.
-        processes: number of processes that the models are sharded among.
-        keeps_layers: whether gathered layers stay until their backward pass, as under zero2.
+    With `processes` above 1 the models are sharded among them; with `keeps_layers`, as under zero2, gathered
+    layers stay until their backward pass.
 
     Raises:
         InvalidInput: the stage finds nothing to train in the student.
@@ -117,10 +103,7 @@ def footprint(
 
 
 def matmul_rate(recipe: Recipe, bf16: bool) -> float:
-    """Return the floating-point operations per second of a large matrix product on this machine.
-
-    No run is faster.
-    """
+    """Return the floating-point operations per second of a large matrix product here; no run is faster."""
     device = "cuda" if _has_gpu(recipe) else "cpu"
     size = _MATMUL[device]
     one = torch.ones(size, size, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
@@ -230,9 +213,9 @@ def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) ->
 
 
 def _features(layer: nn.Module) -> int:
-    """Return the numbers per token that a layer's linear modules read and give.
+    """Return the numbers per token that a layer's linear modules read and give, without adapters.
 
-    Adapters read what their modules read, and what they give is added, which keeps nothing.
+    They read what their modules read, and what they give is added, which keeps nothing.
     """
     return sum(_wide(module) for name, module in layer.named_modules() if not is_adapter(name))
 

@@ -15,11 +15,9 @@ reach the next stage, and a resumed run takes the same path.
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator
 
 from ...checkpoints.identity import fingerprint
 from ...convert.calibration.written_batches import WrittenBatches
@@ -37,25 +35,63 @@ from ..recipe.data_section import SELF
 from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages import state
 from ..stages.cached_teacher import Needed, cache_for, cached_teacher
-from ..stages.kept_quantisation import unrounded
 from ..stages.stage_work import StageContext
 from ..stages.state import Progress
 from ..stages.stream import Streaming, describe_student, stream_stage
 from ..stages.student import open_student, rounding
+from ..stages.student_checkpoint import unrounded
 from ..stages.teacher import Online, Teacher, open_teacher
-from ..watch.evaluation import TrainingEvaluation, best_kept, summary
-from ..watch.evaluation_lines import read_evaluations
+from ..watch.evaluation import TrainingEvaluation, best_kept, read_evaluations, summary
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
-from ..watch.metrics import Metrics, summarise, trim_metrics
+from ..watch.metrics import Metrics, read_lines, summarise, trim_metrics
 from ..watch.trackers import check_trackers, directory_of, tracking
-from .context import RunContext
-from .export import write_output, write_stage
+from .export import RunContext, write_output, write_stage
 from .loop import advance, train_stage
 from .preflight import check_stages
 from .resume import check_models, complete, find_models, find_result, last_progress
-from .training_result import TrainingResult
 
 WRITTEN = "written"  # finished batches of the text that the teacher writes
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A finished distillation.
+
+    Attributes:
+        output: directory of the distilled checkpoint.
+        student: directory of the checkpoint that was trained.
+        teacher: directory of the model that it learned from.
+        steps: optimizer steps of all stages.
+        tokens: tokens trained on.
+        stages: for every stage its `name`, `steps`, and its losses at its `first` step and over its `last`
+            tenth, in nats per token for the losses that compare distributions; None where a power failure
+            took them.
+        evaluation: perplexities of teacher, start and output on held-out text, and the share recovered; None
+            if the recipe evaluates nothing.
+        notices: sentences on what may surprise the reader, given while this process ran.
+        record: everything above as it is stored in the output's kvfold.json.
+        is_new: whether this process trained; False where the output was complete already.
+    """
+
+    output: Path
+    student: Path
+    teacher: Path
+    steps: int
+    tokens: int
+    stages: list[dict[str, Any]]
+    evaluation: dict[str, Any] | None
+    notices: tuple[str, ...]
+    record: dict[str, Any]
+    is_new: bool = True
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the output's metrics.jsonl: one for every logged step."""
+        return read_lines(self.output / "metrics.jsonl")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as `kvfold distill --json` prints them."""
+        return {"output": str(self.output), **self.record}
 
 
 def distill(recipe: Recipe) -> TrainingResult:
@@ -81,8 +117,35 @@ def distill(recipe: Recipe) -> TrainingResult:
         >>> result = distill(read_recipe(Path("recipe.yaml")))  # doctest: +SKIP
         >>> result.output, result.steps  # doctest: +SKIP
     """
-    with enough_memory(_less(recipe)):
-        return _run(recipe)
+    signals: list[int] = []
+    output, partial = recipe.output_directory, recipe.working_directory
+    with enough_memory(_less(recipe)), interruptible(signals), listening() as heard:
+        record = find_result(recipe, output)
+        is_new = record is None
+        models = find_models(recipe, output) if is_new else None
+        check_trackers(recipe.trackers)
+        accelerator = make_accelerator(recipe, directory_of(recipe))
+        if models:
+            record = _distill(RunContext(recipe, accelerator, *models, partial, signals), output)
+        else:
+            accelerator.wait_for_everyone()  # before rank 0 removes what the others still read
+            if accelerator.is_main_process:
+                notice(complete(output))
+                discard_finished(output)
+            accelerator.end_training()
+    assert record is not None
+    return TrainingResult(
+        output=output,
+        student=Path(record["student"]),
+        teacher=Path(record["teacher"]),
+        steps=record["steps"],
+        tokens=record["tokens"],
+        stages=record["stages"],
+        evaluation=record.get("evaluation"),
+        notices=tuple(heard.notices),
+        record=record,
+        is_new=is_new,
+    )
 
 
 def _less(recipe: Recipe) -> str:
@@ -103,36 +166,6 @@ def _less(recipe: Recipe) -> str:
     }
     found = remedy_of(ways, "a smaller data.seq_len")
     return f"{found}; kvfold distill explain predicts the memory of each stage"
-
-
-def _run(recipe: Recipe) -> TrainingResult:
-    """Train as `distill` does."""
-    signals: list[int] = []
-    output = recipe.output_directory
-    partial = recipe.working_directory
-    with interruptible(signals), listening() as heard:
-        found = find_result(recipe, output)
-        if found is None:
-            student, teacher = find_models(recipe, output)
-            accelerator = _open_processes(recipe)
-            record = _distill(RunContext(recipe, accelerator, student, teacher, partial, signals), output)
-        else:
-            _tidy_up(_open_processes(recipe), output)
-            record = found
-        return TrainingResult.from_record(output, record, tuple(heard.notices), is_new=found is None)
-
-
-def _open_processes(recipe: Recipe) -> Accelerator:
-    check_trackers(recipe.trackers)
-    return make_accelerator(recipe, directory_of(recipe))
-
-
-def _tidy_up(accelerator: Accelerator, output: Path) -> None:
-    accelerator.wait_for_everyone()  # before rank 0 removes what the others still read
-    if accelerator.is_main_process:
-        notice(complete(output))
-        discard_finished(output)
-    accelerator.end_training()
 
 
 def _distill(run: RunContext, output: Path) -> dict[str, Any]:
@@ -202,21 +235,16 @@ def _run_stages(run: RunContext, progress: Progress, found: Path | None) -> Prog
             if stage.how == "stream":
                 progress = _stream(run, stage, progress)
             else:
-                progress = _train(run, stage, progress, found)
+                latest = found
+                if latest is None and progress.total_steps:
+                    latest = state.newest(run.partial / "state")
+                context, evaluation = _open(run, stage, latest)
+                check_models(progress.models, run.partial, run.student, run.teacher)
+                progress = train_stage(context, progress, latest if progress.step else None, evaluation)
             found = None
         if run.recipe.save.keep_stages and index + 1 < len(run.recipe.stages):
             write_stage(run, stage)
     return progress
-
-
-def _train(run: RunContext, stage: Stage, progress: Progress, found: Path | None) -> Progress:
-    """Train a stage in memory, with the weights of the newest state."""
-    latest = found
-    if latest is None and progress.total_steps:
-        latest = state.newest(run.partial / "state")
-    context, evaluation = _open(run, stage, latest)
-    check_models(progress.models, run.partial, run.student, run.teacher)
-    return train_stage(context, progress, latest if progress.step else None, evaluation)
 
 
 def _open(
@@ -275,7 +303,11 @@ def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> Trai
     if is_missing:
         for source in data.sources:  # the teacher may write text for hours before a flaw is read
             check_encoding(source.source)
-        kept = _written_batches(run, teacher)
+        kept = None
+        if teacher is not None and _writes_text(run):
+            # The same weights write another text where they are rounded otherwise.
+            model = f"{fingerprint(run.teacher)} {teacher.dtype} {teacher.device.type}"
+            kept = WrittenBatches(run.partial / WRITTEN, model)
         write_tokens(
             tokens, data, student.tokenizer, count, teacher, vocabulary=student.vocabulary, kept=kept
         )
@@ -285,15 +317,6 @@ def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> Trai
         for sentence in windows.repeated(count):
             notice(sentence)
     return windows
-
-
-def _written_batches(run: RunContext, teacher: Any) -> WrittenBatches | None:
-    """Return where finished batches of the text that `teacher` writes are kept; None if it writes none."""
-    if teacher is None or not _writes_text(run):
-        return None
-    # The same weights write another text where they are rounded otherwise.
-    model = f"{fingerprint(run.teacher)} {teacher.dtype} {teacher.device.type}"
-    return WrittenBatches(run.partial / WRITTEN, model)
 
 
 def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:

@@ -12,15 +12,16 @@ import torch
 
 from ...core.errors import InvalidInput
 from ...core.signals import Interrupted, deferred
+from ..display import stage_table
 from ..recipe.recipe import Mode, Recipe, Stage
 from ..stages import state
 from ..stages.align import Alignment
 from ..stages.end_to_end import EndToEnd
-from ..stages.schedule import learning_rate
+from ..stages.optimizer import learning_rate
 from ..stages.stage_work import StageContext, StageWork, sum_over_processes
 from ..stages.state import Progress
 from ..watch.evaluation import TrainingEvaluation
-from ..watch.report import reporting
+from ..watch.report import StageReport
 
 # The work of a stage by its mode; streamed stages have no loop over the whole student.
 WORK: dict[Mode, Callable[[StageContext, Stage, Path | None], StageWork]] = {
@@ -35,16 +36,9 @@ def train_stage(
     found: Path | None,
     evaluation: TrainingEvaluation | None,
 ) -> Progress:
-    """Train one stage from `progress` to its end.
+    """Train one stage from `progress` to its end, and return the progress there.
 
-    Args:
-        context: what the stage works with.
-        progress: where in the stage to begin.
-        found: the saved state that holds the optimizer and the adapters of a stage already begun.
-        evaluation: on held-out text while the student trains.
-
-    Returns:
-        The progress at the stage's end.
+    `found` is the saved state that holds the optimizer and the adapters of a stage already begun.
 
     Raises:
         InvalidInput: the training diverged, the stage trains nothing, or the layers of student and teacher do
@@ -56,26 +50,28 @@ def train_stage(
     steps = recipe.steps(stage)
     work = WORK[stage.how](context, stage, found)
     stopped = 0
-    reports = reporting(context, stage, work, progress, evaluation)
-    with reports as report, deferred(context.signals):
-        while progress.step < steps and not stopped:
-            rate = learning_rate(stage, progress.step, steps)
-            losses, stopped = work.accumulate(progress.cursor)
-            norm = work.step(rate)
-            if not math.isfinite(norm):
-                raise InvalidInput(
-                    f"stage {stage.name} diverged: the gradient of step {progress.step + 1} is {norm}; "
-                    "use a lower lr"
-                )
-            progress = advance(recipe, stage, progress)
-            report.record(progress, {**losses, "lr": rate, "grad_norm": norm})
-            ends = progress.step == steps
-            if stopped or ends or progress.total_steps % recipe.save.every == 0:
-                save_state(context, progress, None if ends else work.optimizer)
-        # A signal may have arrived after the sums of the last step were formed.
-        stopped = stopped or sum_over_processes(context, {})[1]
-        if stopped:
-            raise Interrupted(stopped, f"stopped after step {progress.step} of {steps} of stage {stage.name}")
+    with stage_table(stage.name, steps) as show:
+        report = StageReport(context, stage, work, progress, show, evaluation)
+        with deferred(context.signals):
+            while progress.step < steps and not stopped:
+                rate = learning_rate(stage, progress.step, steps)
+                losses, stopped = work.accumulate(progress.cursor)
+                norm = work.step(rate)
+                if not math.isfinite(norm):
+                    raise InvalidInput(
+                        f"stage {stage.name} diverged: the gradient of step {progress.step + 1} is {norm}; "
+                        "use a lower lr"
+                    )
+                progress = advance(recipe, stage, progress)
+                report.record(progress, {**losses, "lr": rate, "grad_norm": norm})
+                ends = progress.step == steps
+                if stopped or ends or progress.total_steps % recipe.save.every == 0:
+                    save_state(context, progress, None if ends else work.optimizer)
+            # A signal may have arrived after the sums of the last step were formed.
+            stopped = stopped or sum_over_processes(context, {})[1]
+            if stopped:
+                step = f"step {progress.step} of {steps} of stage {stage.name}"
+                raise Interrupted(stopped, f"stopped after {step}")
     context.accelerator.free_memory()
     return progress
 

@@ -25,17 +25,11 @@ from .footprint import skeleton
 def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool) -> None:
     """Refuse a run with a stage that cannot be trained, before the stages in front of it are trained in vain.
 
-    Args:
-        recipe: the run.
-        student: directory of the checkpoint to be trained.
-        teacher: directory of the model to learn from.
-        sharded: whether stages of the whole student divide models among processes.
+    `sharded` says whether stages of the whole student divide models among processes.
 
     Raises:
-        InvalidInput: the directory of the teacher's cache is another one's; as of
-            `directory.check_side_files` and `stream.describe_student`; or, with the name of the stage, as of
-            `teacher.check_whole`, `weights.find_trained`, `align.adds`, `align.check_inside`,
-            `objective.check_layers` and the losses themselves.
+        InvalidInput: the directory of the teacher's cache is another one's, a side file is damaged, the
+            tokenizers differ, or, with the name of the stage, something in it cannot be trained.
     """
     _check_cache(recipe, student, teacher)
     for directory in (student, teacher):
@@ -67,8 +61,6 @@ def _check_cache(recipe: Recipe, student: Path, teacher: Path) -> None:
         "unfinished output": recipe.working_directory,
     }  # fmt: skip
     for role, place in places.items():
-        if place == recipe.working_directory and cache.exists():
-            continue  # of a run that an earlier version began
         if cache.resolve().is_relative_to(place.resolve()):
             raise InvalidInput(
                 f"{OPTION} {cache} is the directory of the {role} or inside it; name a directory elsewhere"

@@ -25,15 +25,7 @@ from ..recipe.recipe import SHARED, Recipe, differences
 from ..stages import state
 from ..stages.state import Progress
 
-_RESULT = {
-    "recipe",
-    "models",
-    "student",
-    "teacher",
-    "steps",
-    "tokens",
-    "stages",
-}  # of a finished run's record
+_RESULT = {"recipe", "models", "student", "teacher", "steps", "tokens", "stages"}  # a finished run's record
 _STAGE = re.compile(r"stages\[(\d+)\]")
 
 
@@ -65,9 +57,14 @@ def _resolve(role: str, name: str) -> Path:
         directory = resolve(name)
     except InvalidInput as mistake:
         raise InvalidInput(f"{role} {mistake}") from None
-    if not (directory / "config.json").is_file():
-        raise InvalidInput(f"{role} {name} has no config.json; name the directory that holds the model")
+    check_config(role, directory)
     return directory
+
+
+def check_config(role: str, directory: Path) -> None:
+    """Refuse a directory without a config.json as student or teacher."""
+    if not (directory / "config.json").is_file():
+        raise InvalidInput(f"{role} {directory} has no config.json; name the directory that holds the model")
 
 
 @contextmanager
@@ -125,13 +122,7 @@ def last_progress(
 
 
 def check_models(known: Mapping[str, str], partial: Path, student: Path, teacher: Path) -> None:
-    """Check that the models of a run are those that it was started with.
-
-    Args:
-        known: their fingerprints by role.
-        partial: the working directory, for the error.
-        student: the directory of the student.
-        teacher: the directory of the teacher.
+    """Check that the models of a run are those that it was started with, whose fingerprints are `known`.
 
     Raises:
         InvalidInput: one has changed.
@@ -176,10 +167,7 @@ def _refuse(changed: list[str], begun: int, partial: Path) -> None:
 
 
 def _begun(recipe: Recipe, partial: Path) -> int:
-    """Return the index of the last stage with work that no state records; -1 if there is none.
-
-    Such work is streamed layers, or a checkpoint of the stage's own.
-    """
+    """Return the index of the last stage that left layers or a checkpoint, which no state records; or -1."""
     places = partial / "stages"
     return max(
         (

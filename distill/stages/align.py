@@ -35,12 +35,7 @@ Adds = Callable[[Tensor], Tensor]
 
 
 class Alignment:
-    """The work of a stage with mode: layerwise.
-
-    Args:
-        context: what the stage works with.
-        stage: the stage.
-        found: a saved state to take the optimizer and the adapters from.
+    """The work of a stage with mode: layerwise; the optimizer and adapters may be those of a saved state.
 
     Raises:
         InvalidInput: the layers of student and teacher do not correspond, or the stage trains weights outside
@@ -56,11 +51,8 @@ class Alignment:
         self._student, self._teacher = Decoder(context.student), context.teacher
         self._adds = adds(self._student, self._teacher.decoder())
         self._layers = [weights_of(self._student.attention(number)) for number in range(len(self._student))]
-        check_inside(
-            stage,
-            [name for name, weight in context.student.named_parameters() if weight.requires_grad],
-            self._student,
-        )
+        trained = [name for name, weight in context.student.named_parameters() if weight.requires_grad]
+        check_inside(stage, trained, self._student)
         self.optimizer = adamw(trainable, stage)
         if found:
             state.restore_optimizer(found, context.student, self.optimizer)
@@ -69,12 +61,8 @@ class Alignment:
         """Form the gradient of one step, as `StageWork` says; the losses include that of each layer."""
         context = self._context
         accelerator = context.accelerator
-        count = context.recipe.step_windows(self._stage)
-        mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
         totals: dict[str, Tensor] = {}
-        for first in range(0, len(mine), self._stage.micro_batch):
-            cursors = mine[first : first + self._stage.micro_batch]
-            batch = context.windows.batch(cursors).to(accelerator.device)
+        for batch, _ in context.micro_batches(self._stage, cursor):
             calls = self._student.calls(**batch.inputs)
 
             def see(
@@ -87,18 +75,14 @@ class Alignment:
 
             self._teacher.show_layers(batch, see)
         sums, stopped = sum_over_processes(context, totals)
-        return self._divide(sums), stopped
-
-    def _divide(self, sums: dict[str, float]) -> dict[str, float]:
-        """Divide every layer's gradient by the power of its targets over all processes; return the losses."""
         errors = []
         for number, weights in enumerate(self._layers):
-            power = sums[f"power.{number}"]
+            power = sums[f"power.{number}"]  # of the targets over all processes
             for weight in weights:
                 if weight.grad is not None:
-                    weight.grad = self._context.accelerator.reduce(weight.grad, "sum") / power
+                    weight.grad = accelerator.reduce(weight.grad, "sum") / power
             errors.append(sums[f"error.{number}"] / power)
-        return step_losses(errors)
+        return step_losses(errors), stopped
 
     def step(self, rate: float) -> float:
         """Take one step as `StageWork` says; the norm is that of the whole gradient."""
@@ -121,12 +105,8 @@ def learn(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of Σ ‖ŷ - y‖² to those of a layer's attention; the graph is freed afterwards.
 
-    Args:
-        student: the decoder.
-        number: the layer.
-        call: the arguments with which the student calls the layer.
-        hidden_BSD: the input of the teacher's attention.
-        wanted_BSD: y, the output that the student's attention should have.
+    `call` has the arguments with which the student calls the layer, `hidden_BSD` is the input of the
+    teacher's attention, and `wanted_BSD` is y, the output that the student's should have.
 
     Returns:
         Σ ‖ŷ - y‖², and Σ ‖y‖², which is never zero.
@@ -155,15 +135,10 @@ def weights_of(attention: nn.Module) -> list[nn.Parameter]:
 
 
 def check_inside(stage: Stage, trained: Sequence[str], student: Decoder) -> None:
-    """Refuse to train weights that get no gradient.
-
-    Args:
-        stage: runs only attention modules.
-        trained: names of the weights that it trains.
-        student: the decoder.
+    """Refuse to train weights outside of the attention modules, which get no gradient.
 
     Raises:
-        InvalidInput: a weight to be trained is in no attention module.
+        InvalidInput: `trained`, the names of the weights that the stage trains, has one.
     """
     inside = tuple(f"{attention}." for attention in student.attentions)
     if not all(name.startswith(inside) for name in trained):

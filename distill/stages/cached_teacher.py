@@ -34,12 +34,7 @@ Needed = Sequence[tuple[Batches, int]]  # windows, and how many of them from the
 
 
 class CachedTeacher:
-    """A teacher of which only the last hidden states are at hand.
-
-    Args:
-        cache: the states.
-        device: where predictions are wanted.
-    """
+    """A teacher of which only the last hidden states are at hand; it predicts on `device`."""
 
     def __init__(self, cache: TeacherCache, device: torch.device) -> None:
         self._cache = cache
@@ -87,13 +82,7 @@ def cached_teacher(
 ) -> CachedTeacher:
     """Open the cache of a recipe; windows that it lacks are computed first. All processes call it.
 
-    Args:
-        directory: of the cache.
-        needed: the windows that will be asked for.
-        recipe: the run.
-        teacher: the teacher's checkpoint.
-        accelerator: device, processes, precision.
-        open_online: returns the teacher in memory; called only where a window is missing.
+    `open_online` returns the teacher in memory; it is called only where a window is missing.
 
     Raises:
         InvalidInput: the directory is for something else, or cannot be written.
@@ -117,10 +106,7 @@ def cached_teacher(
 def identify(teacher: Path, dtype: str, bf16: bool) -> dict[str, Any]:
     """Return the identity of hidden states; the teacher's files are read for their hashes.
 
-    Args:
-        teacher: its checkpoint.
-        dtype: in which states are stored, or `auto`, in which they are computed.
-        bf16: whether the teacher computes in bfloat16.
+    `dtype` is the one in which states are stored, or `auto` for the one in which they are computed.
     """
     computed = "bfloat16" if bf16 else "float32"
     return teacher_cache.identify(hashes_of(teacher), computed, computed if dtype == "auto" else dtype)
@@ -137,39 +123,27 @@ def write_cache(
     Raises:
         InvalidInput: a state is not finite, or the disk is too small.
     """
-    for batches, count in needed:
-        _write(cache, teacher, batches, count, dtype, accelerator)
-    accelerator.wait_for_everyone()
-
-
-def _write(
-    cache: TeacherCache,
-    teacher: Online,
-    batches: Batches,
-    count: int,
-    dtype: torch.dtype,
-    accelerator: Accelerator,
-) -> None:
-    """Write the missing ones of the first `count` windows."""
-    cursors = _cursors(batches, count)
-    missing = set(cache.missing(cursors))
-    accelerator.wait_for_everyone()  # all have looked before one writes
-    if not missing:
-        return
     width = teacher.model.config.get_text_config().hidden_size
-    bytes_each = batches.batch([0]).input_ids_BS.shape[1] * width * dtype.itemsize
-    cache.check_space(bytes_each * len(missing), "train on fewer tokens, or leave teacher_cache out")
-    cache.begin(teacher.model, accelerator.device.type)
-    files = list(parts(list(cursors), max(1, teacher_cache.FILE_BYTES // bytes_each)))
-    mine = [
-        [key for key in file if key in missing]
-        for file in files[accelerator.process_index :: accelerator.num_processes]
-    ]
-    with progress_bar("teacher", len(mine)) as show:
-        for done, file in enumerate(mine, 1):
-            if file:
-                cache.write(file, _hidden(teacher, batches, [cursors[key] for key in file], dtype))
-            show(done, "")
+    for batches, count in needed:
+        cursors = _cursors(batches, count)
+        missing = set(cache.missing(cursors))
+        accelerator.wait_for_everyone()  # all have looked before one writes
+        if not missing:
+            continue
+        bytes_each = batches.batch([0]).input_ids_BS.shape[1] * width * dtype.itemsize
+        cache.check_space(bytes_each * len(missing), "train on fewer tokens, or leave teacher_cache out")
+        cache.begin(teacher.model, accelerator.device.type)
+        files = list(parts(list(cursors), max(1, teacher_cache.FILE_BYTES // bytes_each)))
+        mine = [
+            [key for key in file if key in missing]
+            for file in files[accelerator.process_index :: accelerator.num_processes]
+        ]
+        with progress_bar("teacher", len(mine)) as show:
+            for done, file in enumerate(mine, 1):
+                if file:
+                    cache.write(file, _hidden(teacher, batches, [cursors[key] for key in file], dtype))
+                show(done, "")
+    accelerator.wait_for_everyone()
 
 
 def keys(batch: Batch) -> list[bytes]:

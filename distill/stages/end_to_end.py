@@ -1,15 +1,18 @@
 """Training of the student as a whole, on losses of its predictions and layers (mode: end_to_end)."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from ...models.decoder import decoder_layers
 from ..data.batch import Batch
-from ..parallel.decoder_layers import rework_layers
 from ..parallel.sharding import call_inside, distribute, reshard, shard_teacher, without_sync
 from ..parallel.tensors import full_tensor
 from ..recipe.recipe import Stage
@@ -24,15 +27,10 @@ from .weights import set_trainable
 
 
 class EndToEnd:
-    """The work of a stage with mode: end_to_end.
+    """The work of a stage with mode: end_to_end; the optimizer and adapters may be those of a saved state.
 
     A step's windows are dealt to the processes in turn. Every sum is divided by the number of scored tokens
     of the whole step. So neither the number of processes nor the size of a micro-batch changes the gradient.
-
-    Args:
-        context: what the stage works with.
-        stage: the stage.
-        found: a saved state to take the optimizer and the adapters from.
     """
 
     def __init__(self, context: StageContext, stage: Stage, found: Path | None) -> None:
@@ -44,8 +42,12 @@ class EndToEnd:
         objective = Objective(context.student, stage)
         # Hooks come and go where layers are compared, and each change would compile again.
         compiling = context.recipe.compile and not objective.sees_layers
-        checkpointing = context.recipe.gradient_checkpointing
-        rework_layers(context.student, checkpointing=checkpointing, compiling=compiling)
+        if compiling or context.recipe.gradient_checkpointing:
+            for layer in decoder_layers(context.student):
+                if context.recipe.gradient_checkpointing:
+                    layer.forward = _recomputed(layer.forward)
+                if compiling:
+                    layer.compile()
         shard_teacher(context.teacher)
         if "hidden_mse" in stage.learnt:
             objective.calibrate(context.teacher, context.windows.batch([0]).to(context.accelerator.device))
@@ -60,14 +62,11 @@ class EndToEnd:
 
     def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
         """Form the gradient as `StageWork` says; losses are in nats per token."""
-        context, stage, accelerator = self._context, self._stage, self._context.accelerator
-        count = context.recipe.step_windows(stage)
-        mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
+        context, accelerator = self._context, self._context.accelerator
+        count = context.recipe.step_windows(self._stage)
         tokens = max(1, context.windows.scored(range(cursor, cursor + count)))
         totals: dict[str, Tensor] = {}
-        for first in range(0, len(mine), stage.micro_batch):
-            batch = context.windows.batch(mine[first : first + stage.micro_batch]).to(accelerator.device)
-            is_last = first + stage.micro_batch >= len(mine)
+        for batch, is_last in context.micro_batches(self._stage, cursor):
             with nullcontext() if is_last else without_sync(accelerator, self._objective):
                 sums = self._objective(batch, self._view(context.teacher, batch))
                 # Gradients are averaged over processes; the factor makes them their sum.
@@ -90,3 +89,16 @@ class EndToEnd:
         sums: dict[str, Tensor] = self._objective(batch, view, measuring=True)
         reshard(self._objective)
         return sums
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that keeps only its inputs. It draws no random numbers.
+
+    transformers' own switch works in training mode only, and students are trained in evaluation mode.
+    """
+
+    # A function of our own: torch.compile does not look into a partial of torch's.
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recompute

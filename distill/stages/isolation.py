@@ -21,14 +21,10 @@ _FIRST, _SECOND = 5, 6  # tokens of the two documents of the test
 
 
 def isolate_documents(model: Any, name: str) -> None:
-    """Make a model keep documents apart. The model is changed in place, its weights are not.
-
-    Args:
-        model: a transformers causal language model in evaluation mode.
-        name: its name in the error.
+    """Make a model keep documents apart. It is changed in place, its weights are not.
 
     Raises:
-        InvalidInput: a document's results still depend on what is packed before it.
+        InvalidInput: a document's results still depend on what is packed before it; has the `name`.
     """
     base = model.base_model
     # A recurrence or a convolution carries a document's end into the next one, however little of it.

@@ -34,12 +34,7 @@ class TeacherView:
 
 
 class Objective(nn.Module):
-    """A module that all processes run together. Its forward is the loss, so that the head is read inside it.
-
-    Args:
-        model: the student.
-        stage: its losses and their weights.
-    """
+    """A module that all processes run together. Its forward is the loss, where the head is read."""
 
     def __init__(self, model: Any, stage: Stage) -> None:
         super().__init__()

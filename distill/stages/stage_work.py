@@ -1,7 +1,7 @@
 """The interface between the training loop and the modes of a stage, and what a stage works with."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.order import TrainingWindows
 from ..parallel.layer_units import LayerUnits
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, Stage
 from .teacher import Teacher
 
 
@@ -22,11 +22,8 @@ class StageContext:
     """The models, data and processes that a stage works with.
 
     Attributes:
-        recipe: the run.
-        accelerator: device, processes, precision.
         student: the model with the weights that the stage starts from; trained in place.
         teacher: a constant.
-        windows: the data.
         partial: the run's working directory.
         signals: numbers of the signals received so far.
         units: the source of the student's weights while it is sharded; None if it has them already.
@@ -40,6 +37,15 @@ class StageContext:
     partial: Path
     signals: list[int] = field(default_factory=list)
     units: LayerUnits | None = None
+
+    def micro_batches(self, stage: Stage, cursor: int) -> Iterator[tuple[Batch, bool]]:
+        """Yield this process's micro-batches of a step, and whether each is its last."""
+        accelerator, size = self.accelerator, stage.micro_batch
+        count = self.recipe.step_windows(stage)
+        mine = range(cursor + accelerator.process_index, cursor + count, accelerator.num_processes)
+        for first in range(0, len(mine), size):
+            batch = self.windows.batch(mine[first : first + size])
+            yield batch.to(accelerator.device), first + size >= len(mine)
 
 
 class StageWork(Protocol):

@@ -66,14 +66,10 @@ class Progress:
 
 
 class Gathered:
-    """The whole tensors of a model that may be sharded, one after the other.
+    """The whole tensors of a model that may be sharded, one by one: a file, a name in it, the tensor.
 
-    No process holds them all. The items are a file, a name in it, and the tensor. All processes must iterate
-    over them together.
-
-    Args:
-        model: the student, with adapters or without; None if there is none.
-        optimizer: of the stage; None at its end, when adapters are merged.
+    No process holds them all, and all must iterate over them together. The student may have adapters; without
+    an optimizer, which means a stage's end, they are merged.
     """
 
     def __init__(
@@ -194,7 +190,7 @@ def read_progress(state: Path) -> Progress:
     """
     content = read_json(state / _PROGRESS)
     kinds = {each.name: type(getattr(Progress(), each.name)) for each in fields(Progress)}
-    if content.keys() != kinds.keys() or any(type(content[name]) is not kinds[name] for name in kinds):
+    if {name: type(value) for name, value in content.items()} != kinds:
         raise _no_state(state)
     if any(value < 0 for value in content.values() if isinstance(value, int)):
         raise _no_state(state)

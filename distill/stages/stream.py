@@ -1,10 +1,10 @@
 """Alignment of a model that is larger than memory: one layer of student and teacher at a time.
 
-The hidden states between the teacher's layers are on disk: for every step of the stage those that enter the
-layer at work, and those that leave it so far. The former are removed once the layer is done. Steps, batches
-and gradients are those of `align.Alignment`, so the weights are too. In bfloat16, the teacher has weights and
-hidden states of that precision, and the student computes in it. A finished layer stays finished when the run
-is killed.
+The hidden states between the teacher's layers are on disk, boundary n being those that enter layer n: for
+every step of the stage those that enter the layer at work, and those that leave it so far. The former are
+removed once the layer is done. Steps, batches and gradients are those of `align.Alignment`, so the weights
+are too. In bfloat16, the teacher has weights and hidden states of that precision, and the student computes in
+it. A finished layer stays finished when the run is killed.
 
     work/  boundary-00003/step-00000.safetensors ...  boundary-00004/...  layer-00000.safetensors
     layer-00000.json ...
@@ -15,7 +15,7 @@ Shapes: B windows of a micro-batch, W of a step, S tokens of a window, D hidden 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,33 +24,28 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...checkpoints.directory import copy_side_files, finish
-from ...checkpoints.quantised.packed_checkpoint import copy_stored, open_checkpoint
-from ...checkpoints.shards import SHARD_SIZE, ShardWriter, read_header
+from ...checkpoints.directory import finish
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
+from ...checkpoints.shards import read_header
 from ...convert.formats import to_published, to_trainable
 from ...core.disk import disk_error, disk_sentence, writing_errors
 from ...core.errors import InvalidInput
-from ...core.files import save_whole
+from ...core.files import load_whole, save_whole
 from ...core.signals import Interrupted
 from ...core.untrusted import read_json
 from ...models.causal_lm import Described, check_comparable, describe
-from ...models.code_files import copy_config
-from ...models.decoder import Decoder
+from ...models.decoder import Decoder, LayerCall
 from ...models.layered_model import LayeredModel
 from ...models.load_options import LoadOptions
-from ...models.remote_code import ship
 from ..data.batch import Batch
 from ..data.order import TrainingWindows
 from ..display import Show, progress_bar
 from ..recipe.recipe import Recipe, Stage
 from .align import Adds, adds, clip, learn, step_losses, weights_of
-from .boundaries import Boundaries
-from .fair_rounding import round_fairly
 from .isolation import isolate_documents
-from .kept_quantisation import correct_config, unchanged, written_specs
-from .optimizer import adamw, take_step
-from .schedule import learning_rate
+from .optimizer import adamw, learning_rate, take_step
 from .student import check_positions
+from .student_checkpoint import unchanged, writing
 
 
 @dataclass(frozen=True)
@@ -58,14 +53,9 @@ class Streaming:
     """The input of a stage with mode: stream.
 
     Attributes:
-        recipe: the whole run.
-        stage: the stage.
-        student: directory of the checkpoint to be trained.
-        teacher: directory of the model to learn from.
-        windows: the data.
+        student, teacher: directories of the checkpoint to be trained and of the model to learn from.
         cursor: of the stage's first window.
         work: directory for unfinished work.
-        accelerator: device and precision.
         signals: numbers of the signals received so far.
     """
 
@@ -80,29 +70,14 @@ class Streaming:
     signals: list[int]
 
     @property
-    def boundaries(self) -> Boundaries:
-        """The hidden states between layers."""
-        return Boundaries(self.work, self.dtype)
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the teacher and of the hidden states between its layers."""
         return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
 
     @property
-    def tokens(self) -> int:
-        """The tokens of the stage."""
-        return self.steps * self.recipe.step_tokens(self.stage)
-
-    @property
     def steps(self) -> int:
         """The optimizer steps of the stage, the same for every layer."""
         return self.recipe.steps(self.stage)
-
-    def shape(self, side: "_Side") -> tuple[int, int, int]:
-        """Return the shape (W, S, D) of a step's hidden states."""
-        width = side.layered.model.config.get_text_config().hidden_size
-        return self.recipe.step_windows(self.stage), self.recipe.data.seq_len, width
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, in order."""
@@ -110,6 +85,34 @@ class Streaming:
         first = self.cursor + step * count
         for start in range(first, first + count, size):
             yield self.windows.batch(range(start, min(start + size, first + count)))
+
+    def store(self, number: int, step: int, hidden: Iterable[Tensor]) -> None:
+        """Write the hidden states (B, S, D) that enter layer `number`: a step's, of which one is on a GPU."""
+        place = self.boundary(number)
+        place.mkdir(parents=True, exist_ok=True)
+        hidden_WSD = torch.cat([hidden_BSD.to("cpu", self.dtype) for hidden_BSD in hidden])
+        save_whole({"hidden": hidden_WSD}, place / f"step-{step:05d}.safetensors")
+
+    def read(self, number: int, step: int, width: int) -> Tensor:
+        """Return the hidden states (W, S, D) of a step, on the CPU; `width` is D.
+
+        An earlier start on another machine may have stored them in another precision. Layers that are aligned
+        already keep the precision of the earlier start.
+
+        Raises:
+            InvalidInput: the file is missing or damaged.
+        """
+        file = self.boundary(number) / f"step-{step:05d}.safetensors"
+        hidden_WSD = (load_whole(file) or {}).get("hidden")
+        shape = (self.recipe.step_windows(self.stage), self.recipe.data.seq_len, width)
+        known = (torch.float32, torch.bfloat16)
+        if hidden_WSD is None or tuple(hidden_WSD.shape) != shape or hidden_WSD.dtype not in known:
+            raise InvalidInput(f"{file} is damaged; remove {self.work} to begin the stage again")
+        return hidden_WSD.to(self.dtype)
+
+    def boundary(self, number: int) -> Path:
+        """Return the directory of the hidden states that enter a layer."""
+        return self.work / f"boundary-{number:05d}"
 
 
 def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list[dict[str, float]]:
@@ -124,19 +127,30 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
         The losses of every step, with the names of `align.Alignment`.
 
     Raises:
-        InvalidInput: the layers of student and teacher do not correspond, a layer diverged, or the disk is
-            too small.
+        InvalidInput: the layers do not correspond, a layer diverged, or the disk is too small.
         Interrupted: a signal arrived; the layer at work will be begun again.
     """
     given.work.mkdir(parents=True, exist_ok=True)
     try:
         student = _Side(given.student, given, torch.float32)
         teacher = _Side(given.teacher, given, given.dtype)
-        given.boundaries.check_room(given.tokens, teacher.layered.model.config.get_text_config().hidden_size)
+        width = teacher.layered.model.config.get_text_config().hidden_size
+        need = 2 * given.dtype.itemsize * given.steps * given.recipe.step_tokens(given.stage) * width
+        held = sum(file.stat().st_size for file in given.work.rglob("*") if file.is_file())
+        free = shutil.disk_usage(given.work).free + held
+        if need > free:
+            raise InvalidInput(
+                f"mode: stream stores hidden states between layers on disk, which takes {need:,} bytes, but "
+                f"{given.work} has {free:,}; give the stage fewer tokens, or name an output on a larger disk"
+            )
         change, layers = adds(student.decoder, teacher.decoder), len(teacher.decoder)
         done = _finished(given, layers)
         if done == 0:
-            _enter(given, teacher)
+            with teacher.layered.rest(without="head"):
+                for step in range(given.steps):
+                    batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
+                    embedded = (teacher.decoder.embedded(**batch.inputs) for batch in batches)
+                    given.store(0, step, embedded)
         begun()
         bar = progress_bar(given.stage.name, layers * given.steps, done * given.steps)
         with bar as show, student.layered.rest(without="ends"), teacher.layered.rest(without="ends"):
@@ -151,7 +165,8 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
         if isinstance(error, RuntimeError):
             raise
         raise InvalidInput(f"stage {given.stage.name} cannot write to {given.work.parent}: {error}") from None
-    return _losses(given, layers)
+    errors = [_read_errors(given, number) for number in range(layers)]
+    return [step_losses(list(of_step)) for of_step in zip(*errors, strict=True)]
 
 
 class _Side:
@@ -194,7 +209,15 @@ class _Layer:
                     weight.grad = None if weight.grad is None else weight.grad / power
                 rate = learning_rate(given.stage, step, given.steps)
                 norm = take_step(optimizer, rate, clip(weights, given.stage))
-                self._check(norm, step)
+                if not math.isfinite(norm):
+                    raise InvalidInput(
+                        f"stage {given.stage.name} diverged: the gradient of layer {number} in step "
+                        f"{step + 1} is {norm}; use a lower lr"
+                    )
+                if given.signals:
+                    raise Interrupted(
+                        max(given.signals), f"stopped in layer {number} of stage {given.stage.name}"
+                    )
                 errors.append(error / power)
                 show(number * given.steps + step + 1, f"layer {number}  {errors[-1]:.4f}")
             decoder = self.student.decoder
@@ -203,58 +226,35 @@ class _Layer:
             named = {name: whole[name] for name in whole if name.startswith(f"{attention}.")}
             self._keep(to_published(block, named), errors)
 
+    @torch.no_grad()
     def _accumulate(self, step: int) -> tuple[float, float]:
         """Form the gradient of a step, store the output of the layer; return Σ ‖ŷ - y‖² and Σ ‖y‖²."""
         given, number = self.given, self.number
-        inputs_WSD = given.boundaries.read(number, step, given.shape(self.teacher))
+        student, teacher, device = self.student.decoder, self.teacher.decoder, self.teacher.layered.device
+        inputs_WSD = given.read(number, step, teacher.model.config.get_text_config().hidden_size)
         totals = torch.zeros(2)
         outputs = []
         start = 0
         for batch in given.micro_batches(step):
-            size = len(batch.input_ids_BS)
-            output_BSD, sums = self._learn(batch, inputs_WSD[start : start + size])
-            outputs.append(output_BSD.cpu())  # the step's would fill a GPU
-            totals += sums
-            start += size
-        if number + 1 < len(self.teacher.decoder):
-            given.boundaries.store(number + 1, step, outputs)
+            hidden_BSD = inputs_WSD[start : start + len(batch.input_ids_BS)].to(device)
+            start += len(hidden_BSD)
+            zeros_BSD = torch.zeros_like(hidden_BSD)  # whose dtype the rotary tables get
+            positions_BS = batch.position_ids_BS.to(device)
+            mine = student.calls(inputs_embeds=zeros_BSD.float(), position_ids=positions_BS)[number]
+            its = teacher.calls(inputs_embeds=zeros_BSD, position_ids=positions_BS)[number]
+
+            def see(_: int, read_BSD: Tensor, given_BSD: Tensor, mine: LayerCall = mine) -> None:
+                with given.accelerator.autocast():
+                    learnt = learn(student, number, mine, read_BSD, self.adds(given_BSD))
+                totals.add_(torch.stack(learnt).cpu())
+
+            with teacher.seen_by(see):
+                output_BSD = its.run(teacher.layer(number), hidden_BSD)
+            outputs.append(output_BSD.cpu())  # a whole step's would fill a GPU
+        if number + 1 < len(teacher):
+            given.store(number + 1, step, outputs)
         error, power = totals.tolist()
         return error, power
-
-    @torch.no_grad()
-    def _learn(self, batch: Batch, hidden_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one micro-batch, and add to the student's gradient.
-
-        Returns:
-            The output of the teacher's layer, and the sums of `learn`.
-        """
-        number = self.number
-        sums = torch.zeros(2)
-        device = self.teacher.layered.device
-        batch = batch.to(device)
-        hidden_BSD = hidden_BSD.to(device)
-        student, teacher = self.student.decoder, self.teacher.decoder
-        zeros_BSD = torch.zeros_like(hidden_BSD)  # whose dtype the rotary tables get
-        mine = student.calls(inputs_embeds=zeros_BSD.float(), position_ids=batch.position_ids_BS)[number]
-        its = teacher.calls(inputs_embeds=zeros_BSD, position_ids=batch.position_ids_BS)[number]
-
-        def see(_: int, read_BSD: Tensor, given_BSD: Tensor) -> None:
-            with self.given.accelerator.autocast():
-                learnt = learn(student, number, mine, read_BSD, self.adds(given_BSD))
-            sums.copy_(torch.stack(learnt))
-
-        with teacher.seen_by(see):
-            return its.run(teacher.layer(number), hidden_BSD), sums
-
-    def _check(self, norm: float, step: int) -> None:
-        name, number = self.given.stage.name, self.number
-        if not math.isfinite(norm):
-            raise InvalidInput(
-                f"stage {name} diverged: the gradient of layer {number} in step {step + 1} is {norm}; use a "
-                "lower lr"
-            )
-        if self.given.signals:
-            raise Interrupted(max(self.given.signals), f"stopped in layer {number} of stage {name}")
 
     def _keep(self, named: dict[str, Tensor], errors: list[float]) -> None:
         """Store the layer's tensors, which marks it as done, and remove its input."""
@@ -263,7 +263,7 @@ class _Layer:
         (work / f"layer-{number:05d}.json").write_text(json.dumps(errors) + "\n", encoding="utf-8")
         tensors = {f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
         save_whole(tensors, work / f"layer-{number:05d}.safetensors")
-        self.given.boundaries.remove(number)
+        shutil.rmtree(self.given.boundary(number), ignore_errors=True)
 
 
 def _finished(given: Streaming, layers: int) -> int:
@@ -277,24 +277,14 @@ def _finished(given: Streaming, layers: int) -> int:
     for number, file in enumerate(files):
         try:
             entries = read_header(file) if file.is_file() else {}
-            errors = _read_errors(given, number)
+            shapes = {name: entry.spec.shape for name, entry in entries.items()}
+            fits = all(name not in stored or stored.spec(name).shape == shapes[name] for name in shapes)
+            fits = fits and bool(shapes) and len(_read_errors(given, number)) == given.steps
         except InvalidInput:
-            entries, errors = {}, []
-        same = all(
-            name not in stored or stored.spec(name).shape == entries[name].spec.shape for name in entries
-        )
-        is_next = file.name == f"layer-{number:05d}.safetensors" and number < layers
-        if not (entries and same and is_next and len(errors) == given.steps):
+            fits = False
+        if not fits or file.name != f"layer-{number:05d}.safetensors" or number >= layers:
             raise InvalidInput(f"{file} is damaged; remove {given.work} to begin the stage again")
     return len(files)
-
-
-def _enter(given: Streaming, teacher: _Side) -> None:
-    """Store the embedded tokens."""
-    with teacher.layered.rest(without="head"):
-        for step in range(given.steps):
-            batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
-            given.boundaries.store(0, step, (teacher.decoder.embedded(**batch.inputs) for batch in batches))
 
 
 def _write(given: Streaming, out: Path) -> None:
@@ -313,22 +303,12 @@ def _write(given: Streaming, out: Path) -> None:
     partial.mkdir(parents=True)
     kept = {name for name in stored if name not in aligned}
     kept |= unchanged(stored, aligned, lambda name: load_file(aligned[name])[name])
-    specs = written_specs(stored, {name: stored.spec(name).shape for name in stored}, kept)
-    with ShardWriter(partial, specs, SHARD_SIZE) as writer:
-        copy_stored(stored, [name for name in stored if name in kept], writer)
+    shapes = {name: stored.spec(name).shape for name in stored}
+    with writing(stored, shapes, kept, partial) as write:
         for name, file in aligned.items():
             if name not in kept:
-                writer.write(name, round_fairly(load_file(file)[name], specs[name].dtype, name))
-    copy_config(given.student, partial)
-    correct_config(stored, kept, partial)
-    copy_side_files(given.student, partial)
-    ship(given.student, partial)
+                write(name, load_file(file)[name])
     finish(partial, out)
-
-
-def _losses(given: Streaming, layers: int) -> list[dict[str, float]]:
-    errors = [_read_errors(given, number) for number in range(layers)]
-    return [step_losses(list(of_step)) for of_step in zip(*errors, strict=True)]
 
 
 def _read_errors(given: Streaming, number: int) -> list[float]:

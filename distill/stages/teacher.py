@@ -4,7 +4,7 @@ Shapes: B windows, S tokens of a window, D hidden size.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +21,13 @@ from ...models.load_options import LoadOptions
 from ..data.batch import Batch
 from ..losses.predictions import Predictions, predict
 from ..parallel.accelerator import first_place, shards_models
-from ..parallel.layer_units import LayerUnits, open_in_units
+from ..parallel.layer_units import open_in_units
 from ..parallel.sharding import reshard, shard_teacher
 from ..recipe.recipe import SHARED, Recipe, Stage
 from .capture import Captured, capturing
 from .isolation import isolate_documents
 from .student import check_model
-from .weights import TRAINABLE
+from .weights import TRAINABLE, places_of
 
 _SAMPLED = 64  # entries by which a tensor differs from most others
 
@@ -46,15 +46,7 @@ class Teacher(Protocol):
 
 
 class Online:
-    """A model in memory.
-
-    Attributes:
-        model: frozen, in evaluation mode.
-
-    Args:
-        model: the model.
-        autocast: compute in this dtype; None: in that of the weights.
-    """
+    """A model in memory, frozen, in evaluation mode; with `autocast` it computes in that dtype."""
 
     def __init__(self, model: Any, autocast: torch.dtype | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -95,7 +87,13 @@ def load_teacher(directory: Path, bf16: bool, device: torch.device, student: Loa
         InvalidInput: it cannot be loaded whole, it has another tokenizer than the student, or losses cannot
             compute its logits from its last hidden states.
     """
-    return Online(_load(directory, "bfloat16" if bf16 else "float32", device, student))
+    options = LoadOptions(
+        device="cuda" if device.type == "cuda" else "cpu", dtype="bfloat16" if bf16 else "float32"
+    )
+    teacher = load(directory, options)
+    check_comparable(student, teacher, "")
+    check_head(teacher, torch.arange(4)[None])
+    return Online(teacher.model.to(device))
 
 
 def open_teacher(
@@ -109,13 +107,8 @@ def open_teacher(
 ) -> Online:
     """Load the teacher that a recipe asks for.
 
-    Args:
-        directory: its checkpoint.
-        stage: what it is needed for.
-        recipe: says how it is kept, and how documents are packed.
-        accelerator: device, precision.
-        student: with the weights that the stage starts from, which `shared` reads.
-        alone: whether each process runs it by itself, as when it writes; then it cannot be in shards.
+    `student` has the weights that the stage starts from, which `shared` reads. With `alone` each process runs
+    the teacher by itself, as when it writes; then it cannot be in shards.
 
     Raises:
         InvalidInput: as in `load_teacher` and `load_shared`, or `shared` with a student that is sharded.
@@ -127,7 +120,12 @@ def open_teacher(
     elif shards_models(stage) and (
         found := open_in_units(directory, torch.bfloat16 if bf16 else torch.float32)
     ):
-        return _in_shards(found, student, recipe)
+        check_comparable(student, found.loaded, "")
+        teacher = Online(found.model)
+        shard_teacher(teacher, found)
+        check_model(found.loaded, recipe)
+        reshard(found.model)
+        return teacher  # of which every process has a part; all must run it together
     if recipe.teacher != SHARED:
         teacher = load_teacher(directory, bf16, first_place(accelerator, stage), student)
     else:
@@ -150,35 +148,19 @@ def check_whole(recipe: Recipe, sharded: bool) -> None:
         )
 
 
-def _in_shards(units: LayerUnits, student: Loaded, recipe: Recipe) -> Online:
-    """Make a teacher of which every process has a part; all must run it together."""
-    check_comparable(student, units.loaded, "")
-    teacher = Online(units.model)
-    shard_teacher(teacher, units)
-    check_model(units.loaded, recipe)
-    reshard(units.model)
-    return teacher
-
-
 def load_shared(
     directory: Path, bf16: bool, device: torch.device, student: Loaded, trained: Set[str]
 ) -> Online:
     """Load a teacher that shares the memory of every weight that is equal in the student and stays so.
 
     Usually only its attention takes memory. It computes the same numbers, bit for bit, as a teacher with
-    weights of its own; with `bf16` by autocast, as the student does.
-
-    Args:
-        directory: its checkpoint.
-        bf16: whether to compute in bfloat16.
-        device: where the student is.
-        student: with the weights that the stage starts from.
-        trained: names of the student's weights that the stage trains in place.
+    weights of its own; with `bf16` by autocast, as the student does. `student` has the weights that the stage
+    starts from and is on `device`; `trained` names those that the stage trains in place.
 
     Raises:
         InvalidInput: as in `load_teacher`, or nothing can be shared.
     """
-    model = _load(directory, "float32", torch.device("cpu"), student)
+    model = load_teacher(directory, False, torch.device("cpu"), student).model
     constant = [weight for name, weight in student.model.named_parameters() if name not in trained]
     shared = _share(model, constant)
     if not shared:
@@ -194,13 +176,6 @@ def load_shared(
     return Online(model.to(device), torch.bfloat16 if bf16 else None)
 
 
-def _load(directory: Path, dtype: str, device: torch.device, student: Loaded) -> Any:
-    teacher = load(directory, LoadOptions(device="cuda" if device.type == "cuda" else "cpu", dtype=dtype))
-    check_comparable(student, teacher, "")
-    check_head(teacher, torch.arange(4)[None])
-    return teacher.model.to(device).requires_grad_(False)
-
-
 @torch.no_grad()
 def _share(model: nn.Module, constant: list[nn.Parameter]) -> int:
     """Replace parameters by equal ones of `constant`; return how many weights are shared."""
@@ -208,7 +183,7 @@ def _share(model: nn.Module, constant: list[nn.Parameter]) -> int:
     for weight in constant:
         known[_sample(weight)].append(weight)
     replaced: dict[int, nn.Parameter] = {}
-    for module, name, weight in _places(model):
+    for module, name, weight in places_of(model):
         if id(weight) not in replaced:
             equal = (other for other in known[_sample(weight)] if torch.equal(weight.to(other.device), other))
             twin = next(equal, None)
@@ -220,14 +195,6 @@ def _share(model: nn.Module, constant: list[nn.Parameter]) -> int:
         module._parameters[name] = replaced[id(weight)]
     storages = {weight.data_ptr() for weight in constant}
     return _count(weight for weight in replaced.values() if weight.data_ptr() in storages)
-
-
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield every parameter with its module and its name there; tied ones under each of their names."""
-    found = [
-        (module, name, weight) for module in model.modules() for name, weight in module._parameters.items()
-    ]
-    return ((module, name, weight) for module, name, weight in found if weight is not None)
 
 
 def _sample(weight: Tensor) -> tuple[Any, ...]:

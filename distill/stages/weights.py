@@ -19,19 +19,22 @@ from ..recipe.recipe import Lora, Stage, WeightSet
 _ADAPTER = "default"  # peft's name for the only adapter
 
 
-def _attention(model: nn.Module) -> set[str]:
-    return _within(model, is_attention)
+def _within(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
+    places = [place for place, module in model.named_modules() if chosen(module)]
+    return {
+        f"{place}.{name}" for place in places for name, _ in model.get_submodule(place).named_parameters()
+    }
 
 
-def _norms(model: nn.Module) -> set[str]:
-    return _within(model, lambda module: type(module).__name__.endswith("Norm"))
+def _is_attention_or_norm(module: nn.Module) -> bool:
+    return is_attention(module) or type(module).__name__.endswith("Norm")
 
 
 # From a model to the names of the weights in the set. Those of `lora` exist once the adapters do.
 TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
     "all": lambda model: {name for name, _ in model.named_parameters()},
-    "attention": _attention,
-    "attention+norms": lambda model: _attention(model) | _norms(model),
+    "attention": lambda model: _within(model, is_attention),
+    "attention+norms": lambda model: _within(model, _is_attention_or_norm),
     "lora": lambda model: {name for name, _ in model.named_parameters() if is_adapter(name)},
 }
 
@@ -119,12 +122,7 @@ def _on_the_cpu(model: nn.Module) -> Iterator[None]:
 
     Adapters are put on the device of the weights, and would otherwise get no numbers.
     """
-    places = [
-        (module, name, weight) for module in model.modules() for name, weight in module._parameters.items()
-    ]
-    empty = [
-        (module, name, weight) for module, name, weight in places if weight is not None and weight.is_meta
-    ]
+    empty = [place for place in places_of(model) if place[2].is_meta]
     for module, name, weight in empty:
         module._parameters[name] = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
     yield
@@ -132,13 +130,26 @@ def _on_the_cpu(model: nn.Module) -> Iterator[None]:
         module._parameters[name] = weight
 
 
+def places_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return every parameter with its module and its name there; tied ones under each of their names."""
+    found = [
+        (module, name, value) for module in model.modules() for name, value in module._parameters.items()
+    ]
+    return [(module, name, weight) for module, name, weight in found if weight is not None]
+
+
 def _targets(model: Any, lora: Lora) -> list[str]:
     modules = dict(model.named_modules())
     # Losses read only the weight of the head, so an adapter next to it would get no gradient.
     heads = [name for name in modules if modules[name] is model.get_output_embeddings()]
-    linear = [name for name in modules if _is_linear(modules[name]) and name not in heads]
+    linear = [
+        name
+        for name, module in modules.items()
+        # Conv1D is GPT-2's, with its weight transposed.
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and name not in heads
+    ]
     if lora.targets is None:
-        inside = {name.rpartition(".")[0] for name in _attention(model)}
+        inside = {name.rpartition(".")[0] for name in TRAINABLE["attention"](model)}
         return [name for name in linear if name in inside]
     known = sorted({name.rpartition(".")[2] for name in linear})
     unknown = sorted(set(lora.targets) - set(known))
@@ -153,15 +164,3 @@ def _targets(model: Any, lora: Lora) -> list[str]:
             f"{', '.join(known)}"
         )
     return [name for name in linear if name.rpartition(".")[2] in lora.targets]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # Conv1D is GPT-2's, with its weight transposed.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _within(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
-    places = [place for place, module in model.named_modules() if chosen(module)]
-    return {
-        f"{place}.{name}" for place in places for name, _ in model.get_submodule(place).named_parameters()
-    }

@@ -8,30 +8,35 @@ trains to the same bits.
 Shapes: N windows, K measures.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from ...core.console import notice
 from ...core.errors import InvalidInput
+from ...core.files import write_json
+from ...core.type_adapters import type_adapter
+from ...core.untrusted import printable
 from ...eval.suites.perplexity import recovered_share
 from ..data.batch import Batch
-from ..recipe.watch_section import Evaluate
+from ..recipe.recipe import Evaluate
 from ..stages import state
 from ..stages.state import Progress
 from ..stages.teacher import Teacher
-from .evaluation_lines import read_evaluations
 from .held_out import HeldOut
-from .metrics import append_line
+from .metrics import append_line, read_lines
 
 # The results of `StageWork.measure`: sums over a batch's scored tokens.
 MEASURES = ("ce", "teacher_ce", "forward_kl", "same_top1")
@@ -44,17 +49,63 @@ _METRICS = {
 }  # fmt: skip
 
 
+_Perplexity = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The teacher's part of the first line."""
+
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+    perplexity: _Perplexity
+    window_nll: list[float]
+
+
+@dataclass(frozen=True)
+class _Line(_Start):
+    """A line of evaluations.jsonl; the first one alone has the last three values."""
+
+    step: int
+    stage: str
+    tokens: int
+    kl: float
+    same_top1: float
+    recovered_share: float | None
+    teacher: _Start | None = None
+    text: str = ""
+    text_sha256: str = ""
+
+
+def read_evaluations(file: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run so far, the one before any training first; none if there is no file.
+
+    Raises:
+        InvalidInput: a line is damaged, or numbers of windows differ.
+    """
+    lines = read_lines(file)
+    remedy = f"remove {file.parent} to start over"
+    counts = set()
+    for number, line in enumerate(lines, 1):
+        try:
+            # As JSON, so that the strict types take objects and lists.
+            read = type_adapter(_Line).validate_json(json.dumps(line), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = printable(".".join(map(str, first["loc"])))[:100]
+            raise InvalidInput(
+                f"{file} is damaged in line {number} ({place}: {first['msg']}); {remedy}"
+            ) from None
+        counts |= {len(part.window_nll) for part in (read, read.teacher) if part}
+        if number == 1 and not (read.teacher and read.text and read.text_sha256):
+            raise InvalidInput(f"{file} is damaged in line 1, which lacks the teacher or the text; {remedy}")
+    if len(counts) > 1:
+        raise InvalidInput(f"{file} is damaged: its lines have different numbers of windows; {remedy}")
+    return lines
+
+
 @dataclass(frozen=True)
 class TrainingEvaluation:
-    """The evaluations of a run.
-
-    Attributes:
-        held_out: the text.
-        teacher: gives predictions for it.
-        accelerator: device, processes.
-        settings: the recipe's section `evaluate`.
-        partial: the run's working directory.
-    """
+    """The evaluations of a run on held-out text, with its teacher's predictions for it."""
 
     held_out: HeldOut
     teacher: Teacher
@@ -62,14 +113,9 @@ class TrainingEvaluation:
     settings: Evaluate
     partial: Path
 
-    @property
-    def file(self) -> Path:
-        """The file with the history."""
-        return self.partial / "evaluations.jsonl"
-
     def history(self) -> list[dict[str, Any]]:
         """Return the lines of all evaluations so far."""
-        return read_evaluations(self.file)
+        return read_evaluations(self.partial / "evaluations.jsonl")
 
     def start(self, measure: Measure, stage: str, progress: Progress) -> None:
         """Evaluate the student before it is trained, and the teacher; once per run. All processes call it.
@@ -112,22 +158,26 @@ class TrainingEvaluation:
                     f"text is {line[key]}; use a lower lr"
                 )
         if self.accelerator.is_main_process:
-            append_line(self.file, line)
-            _warn_of_a_worse(line, history)
+            append_line(self.partial / "evaluations.jsonl", line)
+            start = history[0]["perplexity"] if history else math.inf
+            if line["perplexity"] > start >= max(before["perplexity"] for before in history):
+                when = f"after step {history[0]['step']}" if history[0]["step"] else "before training"
+                notice(
+                    f"after step {line['step']} the perplexity of the held-out text is "
+                    f"{line['perplexity']:.5g}, and it was {start:.5g} {when}; if it stays above, the lr of "
+                    f"stage {line['stage']} is too high"
+                )
         self.accelerator.wait_for_everyone()
         return {name: line[key] for name, key in _METRICS.items() if line[key] is not None}
 
     def _found(self, sum_NK: Array, history: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of a line, computed from the sums."""
         count_N = np.asarray(self.held_out.counts, np.float64)
-        nll_N = sum_NK[:, 0] / count_N
-        teacher_N = sum_NK[:, 1] / count_N
-        kl = sum_NK[:, 2].sum()
-        same = sum_NK[:, 3].sum()
+        nll_N, teacher_N = sum_NK[:, 0] / count_N, sum_NK[:, 1] / count_N
         found = {
             "perplexity": _perplexity(nll_N, count_N),
-            "kl": kl / count_N.sum(),
-            "same_top1": same / count_N.sum(),
+            "kl": sum_NK[:, 2].sum() / count_N.sum(),
+            "same_top1": sum_NK[:, 3].sum() / count_N.sum(),
             "window_nll": nll_N.tolist(),
         }
         if not history:
@@ -148,9 +198,8 @@ class TrainingEvaluation:
         sum_NK = torch.zeros(windows, len(MEASURES), device=accelerator.device)
         for first in range(0, windows, accelerator.num_processes):
             mine = first + accelerator.process_index
-            found = measure(
-                self.held_out.batch([min(mine, windows - 1)]).to(accelerator.device), self.teacher
-            )
+            batch = self.held_out.batch([min(mine, windows - 1)]).to(accelerator.device)
+            found = measure(batch, self.teacher)
             if mine < windows:
                 sum_NK[mine] = torch.stack([found[name].float() for name in MEASURES])
         whole_NK: Tensor = accelerator.reduce(sum_NK, "sum")
@@ -164,25 +213,18 @@ class TrainingEvaluation:
             return
         gathered = state.Gathered(model)
         if self.accelerator.is_main_process:
-            directory = self.partial / "best"
-            state.save(directory, progress, gathered, keep=len(history) + 1)
-            self._drop(history, best)
+            state.save(self.partial / "best", progress, gathered, keep=len(history) + 1)
+            # A run that is killed resumes from its last saved state, and needs the best weights up to there.
+            states = state.saved(self.partial / "state")
+            until = state.read_progress(states[0]).total_steps if states else 0
+            safe = best_of([line for line in history if line["step"] <= until])
+            kept = {line["step"] for line in (best, safe) if line}
+            for directory in state.saved(self.partial / "best"):
+                if state.read_progress(directory).total_steps not in kept:
+                    shutil.rmtree(directory)
         else:
             gathered.discard()
         self.accelerator.wait_for_everyone()
-
-    def _drop(self, history: list[dict[str, Any]], best: dict[str, Any]) -> None:
-        """Remove weights that can no longer be the best.
-
-        A run that is killed resumes from its last saved state, and needs the best weights up to there.
-        """
-        states = state.saved(self.partial / "state")
-        until = state.read_progress(states[0]).total_steps if states else 0
-        safe = best_of([line for line in history if line["step"] <= until])
-        kept = {line["step"] for line in (best, safe) if line}
-        for directory in state.saved(self.partial / "best"):
-            if state.read_progress(directory).total_steps not in kept:
-                shutil.rmtree(directory)
 
 
 @dataclass(frozen=True)
@@ -243,18 +285,43 @@ def summary(history: list[dict[str, Any]], kept: ChosenWeights | None) -> dict[s
     }
 
 
-def _warn_of_a_worse(line: dict[str, Any], history: list[dict[str, Any]]) -> None:
-    """Give notice of the first evaluation of a run that finds the student worse than it started."""
-    if not history or any(before["perplexity"] > history[0]["perplexity"] for before in history[1:]):
-        return
-    start = history[0]
-    if line["perplexity"] > start["perplexity"]:
-        when = f"after step {start['step']}" if start["step"] else "before training"
+def write_curve(directory: Path, history: list[dict[str, Any]]) -> None:
+    """Write the perplexity against tokens into the output: curve.json, and curve.png with matplotlib."""
+    kept = ("step", "stage", "tokens", "perplexity", "kl", "same_top1", "recovered_share")
+    curve: dict[str, Any] = {
+        "text": history[0]["text"],
+        "text_sha256": history[0]["text_sha256"],
+        "teacher_perplexity": history[0]["teacher"]["perplexity"],
+        "points": [{key: line[key] for key in kept} for line in history],
+    }
+    write_json(directory / "curve.json", curve)
+    if find_spec("matplotlib") is None:
         notice(
-            f"after step {line['step']} the perplexity of the held-out text is {line['perplexity']:.5g}, and "
-            f"it was {start['perplexity']:.5g} {when}; if it stays above, the lr of stage "
-            f"{line['stage']} is too high"
+            "no curve.png: matplotlib is not installed (pip install 'kvfold[report]'); curve.json has the "
+            "numbers"
         )
+        return
+    from matplotlib.figure import Figure
+
+    points = curve["points"]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for stage in dict.fromkeys(point["stage"] for point in points):
+        own = [at for at, point in enumerate(points) if point["stage"] == stage]
+        # The line of each stage begins where the one before it ends.
+        part = points[max(0, own[0] - 1) : own[-1] + 1]
+        tokens, perplexities = zip(*((point["tokens"], point["perplexity"]) for point in part), strict=True)
+        axes.plot(tokens, perplexities, marker="o", markersize=3, label=stage)
+    axes.axhline(curve["teacher_perplexity"], color="black", linestyle="--", linewidth=1, label="teacher")
+    axes.axhline(points[0]["perplexity"], color="grey", linestyle=":", linewidth=1, label="start")
+    share = points[-1]["recovered_share"]
+    title = curve["text"] if share is None else f"{curve['text']}: {share:.1%} recovered"
+    axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log", title=title)
+    axes.yaxis.set_major_formatter("{x:.4g}")
+    axes.yaxis.set_minor_formatter("{x:.4g}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(directory / "curve.png", dpi=150)
 
 
 def _is_start(line: dict[str, Any]) -> bool:

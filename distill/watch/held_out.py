@@ -19,8 +19,7 @@ from ...texts.corpus import Text, read_text
 from ...texts.sources import local_files
 from ..data.batch import IGNORED, Batch
 from ..recipe.data_section import Data
-from ..recipe.recipe import Recipe
-from ..recipe.watch_section import Evaluate
+from ..recipe.recipe import Evaluate, Recipe
 
 # Tokens in a row that two texts do not have in common by chance. Most licence headers are shorter.
 _PROBE = 64
@@ -32,12 +31,7 @@ _ALLOWED = 0.1
 
 
 class HeldOut:
-    """Windows of held-out text, addressed like those of a run; the protocol is that of `kvfold eval`.
-
-    Args:
-        windows: the text, cut into windows.
-        text: the text.
-    """
+    """Windows of held-out text, addressed like those of a run; the protocol is that of `kvfold eval`."""
 
     def __init__(self, windows: TextWindows, text: Text) -> None:
         self._windows = windows
@@ -76,7 +70,8 @@ def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None
     if settings is None:
         return None
     check_apart(settings, recipe.data)
-    text = _read(settings)
+    with naming({"--text": "evaluate.source"}):
+        text = read_text(settings.source, field=settings.text_field, field_option="evaluate.text_field")
     length = settings.seq_len or text.window or recipe.data.seq_len
     if text.window not in (None, length):
         raise InvalidInput(
@@ -104,10 +99,8 @@ def open_held_out(recipe: Recipe, student: Loaded | Described) -> HeldOut | None
 def check_held_out(recipe: Recipe, student: Described | None, tokens: Sequence[NDArray[np.int32]]) -> None:
     """Check everything that can be known of a recipe's held-out text before a run. The Hub is not looked up.
 
-    Args:
-        recipe: has a section `evaluate`.
-        student: gives the tokenizer; None if it is not on this machine.
-        tokens: of the data, as far as they are known.
+    Without a student on this machine, which gives the tokenizer, no text is read. `tokens` are those of the
+    data, as far as they are known.
 
     Raises:
         InvalidInput: as of `open_held_out` and `check_unseen`.
@@ -138,7 +131,8 @@ def check_apart(settings: Evaluate, data: Data) -> None:
         return
     for source in data.sources:
         for other in local_files(source.source):
-            if other.samefile(file) or _is_copy(other, file):
+            is_copy = other.stat().st_size == file.stat().st_size and other.read_bytes() == file.read_bytes()
+            if other.samefile(file) or is_copy:
                 raise InvalidInput(
                     f"evaluate.source {settings.source} is trained on: it is {other} of data.source "
                     f"{source.source}; name a text that the run does not read"
@@ -148,30 +142,21 @@ def check_apart(settings: Evaluate, data: Data) -> None:
 def check_unseen(held_out: HeldOut, source: str, tokens: Sequence[NDArray[np.int32]]) -> None:
     """Refuse held-out windows that occur in the training text word for word.
 
-    Args:
-        held_out: the windows.
-        source: their name in the error.
-        tokens: everything that the run reads, by source.
+    `source` is their name in the error; `tokens` is everything that the run reads, by source.
 
     Raises:
         InvalidInput: more than a tenth of the windows occur there.
     """
-    seen = sum(_are_seen(_probes(held_out.ids_NW.numpy()), tokens))
+    ids_NW = held_out.ids_NW.numpy()
+    # From the middle of each window: one of the data rarely begins where one of these does.
+    size = min(_PROBE, max(1, ids_NW.shape[1] // 2))
+    start = (ids_NW.shape[1] - size + 1) // 2
+    seen = sum(_are_seen(ids_NW[:, start : start + size], tokens))
     if seen > _ALLOWED * len(held_out):
         raise InvalidInput(
             f"evaluate.source {source} is trained on: {seen} of its {len(held_out)} windows occur in the "
             "run's data word for word; name a text that does not"
         )
-
-
-def _probes(ids_NW: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ids from the middle of each window (N, P).
-
-    A window of the data rarely begins where one of these does.
-    """
-    size = min(_PROBE, max(1, ids_NW.shape[1] // 2))
-    start = (ids_NW.shape[1] - size + 1) // 2
-    return ids_NW[:, start : start + size]
 
 
 def _are_seen(probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]) -> list[bool]:
@@ -200,12 +185,3 @@ def _candidates(
                 kept = kept[np.isin(part[kept + at], known)]
             for place in kept:
                 yield part[place : place + size]
-
-
-def _read(settings: Evaluate) -> Text:
-    with naming({"--text": "evaluate.source"}):
-        return read_text(settings.source, field=settings.text_field, field_option="evaluate.text_field")
-
-
-def _is_copy(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,7 @@ _LIMIT_BYTES = 2**30  # of a file of lines; a million steps take some 300 MB
 
 
 class Metrics:
-    """metrics.jsonl during one stage.
-
-    Args:
-        file: the file that lines are appended to.
-        stage: name of the stage.
-        tokens: tokens trained on in the run when the clock starts.
-    """
+    """metrics.jsonl during one stage; `tokens` is those trained on in the run when the clock starts."""
 
     def __init__(self, file: Path, stage: str, tokens: int) -> None:
         self._file = file
@@ -97,8 +91,13 @@ def summarise(file: Path, recipe: Recipe) -> list[dict[str, Any]]:
     end = 0
     for stage in recipe.stages:
         begin, end = end + 1, end + recipe.steps(stage)
-        losses = [name for name, weight in stage.losses.items() if weight]
-        own = [line for line in lines if line.get("stage") == stage.name and _has_numbers(line, losses)]
+        losses = stage.learnt
+        own = [
+            line
+            for line in lines
+            if line.get("stage") == stage.name
+            and all(type(line.get(name)) in {int, float} for name in (*losses, "step"))
+        ]
         tail = own[-math.ceil(len(own) / 10) :]
         starts = bool(own) and own[0]["step"] == begin
         ends = bool(own) and own[-1]["step"] == end
@@ -108,11 +107,6 @@ def summarise(file: Path, recipe: Recipe) -> list[dict[str, Any]]:
             notice(f"{file.name} has lost losses of stage {stage.name}; they are recorded as unknown")
         stages.append({"name": stage.name, "steps": recipe.steps(stage), "first": first, "last": last})
     return stages
-
-
-def _has_numbers(line: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether a line has these values and the step, as numbers."""
-    return all(type(line.get(name)) in {int, float} for name in (*names, "step"))
 
 
 def peak_memory() -> float:

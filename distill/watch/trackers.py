@@ -16,8 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ...core.errors import InvalidInput
-from ..recipe.recipe import Recipe
-from ..recipe.watch_section import TrackerName
+from ..recipe.recipe import Recipe, TrackerName
 
 PROJECT = "kvfold"
 
@@ -58,13 +57,7 @@ def directory_of(recipe: Recipe) -> Path:
 
 @contextmanager
 def tracking(accelerator: Accelerator, recipe: Recipe, steps: int) -> Iterator[None]:
-    """Pass the values of `accelerator.log` to the recipe's trackers for the duration.
-
-    Args:
-        accelerator: logs the values.
-        recipe: names the trackers.
-        steps: number of steps done before.
-    """
+    """Pass the values of `accelerator.log` to the recipe's trackers; `steps` were done before."""
     if not recipe.trackers:
         yield
         return

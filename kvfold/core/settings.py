@@ -212,7 +212,8 @@ def sentence_of(
     error = min(errors.errors(), key=lambda found: found["type"] != "extra_forbidden")
     location = error["loc"][:-2] if "[key]" in error["loc"] else error["loc"]
     location = tuple(part for part in location if not str(part).startswith("<"))  # tags of unions
-    if len(location) == 2 and isinstance(location[1], int):  # of a list that an option has with commas
+    is_section = isinstance(error["input"], dict)
+    if len(location) == 2 and isinstance(location[1], int) and not is_section:  # a list with commas
         location = location[:1]
     *parents, name = location or ("",)
     spelled = (called(str(part)) if number == 0 else part for number, part in enumerate(location))

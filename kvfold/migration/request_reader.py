@@ -22,9 +22,8 @@ from ..core.units import read_share, show_percent, show_trained
 from ..core.work import working_directory
 from ..distill.data.samples import check_texts
 from ..distill.recipe.default_recipe import default_save, default_stage, default_steps, weights_of
-from ..distill.recipe.recipe import Recipe
+from ..distill.recipe.recipe import Evaluate, Recipe
 from ..distill.recipe.recipe_file import as_recipe
-from ..distill.recipe.watch_section import Evaluate
 from ..distill.watch.held_out import check_held_out
 from ..eval.assertions import Assertion, parse, short_names
 from ..eval.options import Options

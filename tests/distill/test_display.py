@@ -51,7 +51,7 @@ def test_a_terminal_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with showing(), stage_table("kl", 86) as show:
         show(12, VALUES)
-    for text in (
+    for text in [
         "step",
         "12/86",
         "KL",
@@ -62,7 +62,7 @@ def test_a_terminal_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "1.50 GiB",
         "left",
         "2 min",
-    ):
+    ]:
         assert text in terminal.getvalue()
 
 

@@ -2,19 +2,26 @@
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvfold.core.signals import Interrupted
+from kvfold.distill.cli import main
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run import loop
+from kvfold.distill.run.job import distill
 from kvfold.distill.stages.state import Progress
 
+from .tokenizers import save_tokenizer
 from .warm_python import warm_python
 
 
@@ -27,6 +34,19 @@ def weights(directory: str | Path) -> dict[str, Tensor]:
 def metrics(directory: str | Path) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl."""
     return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(directory: Path) -> dict[str, Any]:
+    """Read curve.json."""
+    content: dict[str, Any] = json.loads((directory / "curve.json").read_text())
+    return content
+
+
+def another(source: Path, place: Path, last: str = "end", **changes: Any) -> Path:
+    """Save a random Llama like another one, with changes of its configuration."""
+    LlamaForCausalLM(LlamaConfig.from_pretrained(source, **changes)).save_pretrained(place)
+    save_tokenizer(place, last=last)
+    return place
 
 
 STAGES: list[dict[str, Any]] = [
@@ -69,6 +89,31 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, signum: int) -> None:
         return progress
 
     monkeypatch.setattr(loop, "advance", advance_and_signal)
+
+
+def interrupt(recipe: Recipe, step: int) -> None:
+    """Run a recipe until it has saved the step after `step`, or a stage's end."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, step, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            distill(recipe)
+
+
+def command(*words: object) -> Result:
+    """Run `kvfold distill`."""
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def refuses(message: str, *words: object) -> bool:
+    """Return whether `kvfold distill` refuses something with one sentence that has these words."""
+    result = command(*words)
+    return result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def rows(table: str) -> list[tuple[str, str]]:
+    """Return the two columns of a table whose lines have an arrow between them."""
+    lines = (line.partition(" -> ") for line in table.strip().split("\n"))
+    return [(left, right) for left, _, right in lines]
 
 
 def launch(recipe: Recipe, profile: str) -> int:

@@ -250,16 +250,6 @@ def test_tokens_that_have_changed_are_not_resumed_from(
         open_windows(tmp_path / "tokens.bin", data, len(with_eos))
 
 
-def test_tokens_of_an_earlier_version_have_no_checksums(
-    tmp_path: Path, with_eos: PreTrainedTokenizerFast
-) -> None:
-    data, written = Data(source="stdlib", seq_len=16), tmp_path / "tokens.json"
-    write(tmp_path, data, with_eos, 10)
-    former = {key: value for key, value in json.loads(written.read_text()).items() if key != "checksums"}
-    written.write_text(json.dumps(former))
-    open_windows(tmp_path / "tokens.bin", data, len(with_eos)).batch(range(10))
-
-
 def test_text_that_the_teacher_writes(
     tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast
 ) -> None:
@@ -327,39 +317,27 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
         (tmp_path / f"cut.jsonl.{name}").write_bytes(whole[:middle])
         (tmp_path / f"damaged.jsonl.{name}").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
     (tmp_path / "empty.jsonl").touch()
-    good = {"source": str(text)}
-    for source, message in (
-        ({"source": "a.jsonl"}, "has no field 'text'; data.text_field can be body, n"),
-        ({"source": "a.jsonl", "text_field": "n"}, "holds no text"),
+    rows: list[tuple[str, dict[str, str], str]] = [
+        ("a.jsonl", {}, "has no field 'text'; data.text_field can be body, n"),
+        ("a.jsonl", {"text_field": "n"}, "holds no text"),
         (
-            {"source": "a.jsonl", "text_field": "body"},
+            "a.jsonl",
+            {"text_field": "body"},
             "holds 5 tokens in 1 document, but one window of data.seq_len 16 takes 17",
         ),
-        ({"source": "bad.jsonl"}, "cannot be read: line 1 is not JSON"),
-        ({"source": "none.jsonl"}, "is neither a file of .*.jsonl.* here nor an org/name on the Hub"),
-        ({"source": "a.pdf"}, "is of no known kind"),
-        *(
-            ({"source": f"{kind}.jsonl.{name}"}, "cannot be read: ")
-            for kind in ("cut", "damaged")
-            for name in ("xz", "gz", "bz2")
-        ),
-        ({"source": "empty.jsonl"}, "holds (no documents|0 tokens)"),
-        ({"source": "self"}, "data.source self is text that the teacher writes, but this run has no teacher"),
-    ):
-        here = {
-            **source,
-            "source": source["source"] if source["source"] == "self" else str(tmp_path / source["source"]),
-        }
-        alone, mixed = {**here, "seq_len": 16}, {"source": [good, here], "seq_len": 16}
+        ("bad.jsonl", {}, "cannot be read: line 1 is not JSON"),
+        ("none.jsonl", {}, "is neither a file of .*.jsonl.* here nor an org/name on the Hub"),
+        ("a.pdf", {}, "is of no known kind"),
+        ("empty.jsonl", {}, "holds (no documents|0 tokens)"),
+        ("self", {}, "data.source self is text that the teacher writes, but this run has no teacher"),
+    ]
+    compressed = [f"{kind}.jsonl.{name}" for kind in ("cut", "damaged") for name in ("xz", "gz", "bz2")]
+    for name, keys, message in [*rows, *((file, {}, "cannot be read: ") for file in compressed)]:
+        here = {"source": name if name == "self" else str(tmp_path / name), **keys}
+        alone, mixed = {**here, "seq_len": 16}, {"source": [{"source": str(text)}, here], "seq_len": 16}
         # Each reader of a compressed file is a process of its own, which takes seconds to start.
-        is_compressed = source["source"].endswith((".xz", ".gz", ".bz2"))
-        for content in (alone,) if is_compressed else (alone, mixed):
+        for content in (alone,) if name in compressed else (alone, mixed):
+            data = Data.model_validate(content)
             with pytest.raises(InvalidInput, match=message):
-                write_tokens(
-                    tmp_path / "tokens.bin",
-                    Data.model_validate(content),
-                    tokenizer,
-                    10,
-                    vocabulary=len(tokenizer),
-                )
+                write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=len(tokenizer))
             assert not {"tokens.bin", "marks.bin", "tokens.json"} & {path.name for path in tmp_path.iterdir()}

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from kvfold.convert.calibration import self_text
@@ -25,7 +24,7 @@ from kvfold.distill.data.order import TrainingWindows
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 
-from ...support.distillation import metrics, same_bits, stop_at
+from ...support.distillation import interrupt, metrics, same_bits, write_recipe
 from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
@@ -48,10 +47,7 @@ def test_the_teacher_writes_once(
         distill(make_recipe(data=data, output=str(tmp_path / "whole")))
     assert "text by the teacher" in heard
     assert "calibration text" not in heard
-    with monkeypatch.context() as patch:
-        stop_at(patch, 4, signal.SIGTERM)
-        with pytest.raises(Interrupted):
-            distill(make_recipe(data=data))
+    interrupt(make_recipe(data=data), 4)
     assert {path.name for path in (tmp_path / "out.partial").iterdir()} >= {
         "tokens.bin",
         "marks.bin",
@@ -63,9 +59,8 @@ def test_the_teacher_writes_once(
     assert len(written) == 2
     assert same_bits(tmp_path / "out", tmp_path / "whole")
 
-    file = tmp_path / "recipe.yaml"
     together = make_recipe(data=data, output=str(tmp_path / "together"), tokens=576)
-    file.write_text(yaml.safe_dump(together.resolved()), encoding="utf-8")
+    file = write_recipe(together, tmp_path / "recipe.yaml")
     launch = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     subprocess.run(
         [*launch, "-m", "kvfold.distill", str(file)],

@@ -7,33 +7,30 @@ import gzip
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 from transformers import AutoTokenizer
 
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.cli import main
 from kvfold.distill.data.samples import take_sample
 from kvfold.distill.recipe.data_section import TextSource
+from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 
 from ...support.conversations import PLAIN, say
+from ...support.distillation import command, write_recipe
 from ..conftest import MakeRecipe
+
+
+def check(recipe: Recipe, tmp_path: Path, *words: str) -> Result:
+    return command("validate", write_recipe(recipe, tmp_path / "recipe.yaml"), *words)
 
 
 def lines(count: int, field: str = "text") -> str:
     return "".join(
         json.dumps({field: f"document {number} " + "word " * 40}) + "\n" for number in range(count)
     )
-
-
-def check(recipe: Any, tmp_path: Path, *words: str) -> Result:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
-    return CliRunner().invoke(main, ["validate", str(file), *words])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,11 @@ def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
     ("source", "content", "message"),
     [
         ("held.txt", "", "held.txt holds no text; an evaluation needs"),
-        ("held.txt", "a few words", "held.txt has 11 tokens, but a window of 32 takes 31 of them"),
+        (
+            "held.txt",
+            "a few words",
+            "held.txt has 11 tokens, but a window of 32 takes 31 of them; evaluate.seq_len 12 would fit",
+        ),
         ("held.jsonl", lines(3, "body"), "has no field 'text'; evaluate.text_field can be body"),
         ("nowhere", None, "evaluate.source nowhere is not a file; name a text, or stdlib"),
         ("held.txt", "TRAIN", "is trained on: "),

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.parallel.layer_units import LayerUnits, open_in_units
 from kvfold.distill.parallel.sharding import call_inside, distribute, shard_teacher
 from kvfold.distill.parallel.tensors import full_tensor
 from kvfold.distill.recipe.recipe import Recipe, Stage
 from kvfold.distill.stages import state
-from kvfold.distill.stages.student import check_model, load_student, publish
+from kvfold.distill.stages.student import check_model, load_student
+from kvfold.distill.stages.student_checkpoint import publish
 from kvfold.distill.stages.teacher import Online
 from kvfold.distill.stages.weights import set_trainable
 
+from ...support.folds import fold_latent
 from ...support.pair import do_as_pair
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
@@ -79,11 +79,8 @@ def check_same(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.fixture(scope="module")
 def latent(teacher: Path) -> Path:
     """A student whose latent norms are linearised in its file."""
-    out = teacher.parent / "latent-units"
-    options = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--container", "stock"]
-    done = CliRunner().invoke(convert, [str(teacher), *options, "--dtype", "float32", "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    return out
+    stock = ("--container", "stock", "--latent-norm", "linear")
+    return fold_latent(teacher, "--kv-budget", "50%", *stock, "--dtype", "float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,9 +116,7 @@ def test_folds_are_opened_for_training_as_when_loaded_whole(
 ) -> None:
     directory = latent
     if container == "remote":
-        directory = teacher.parent / "latent-units-remote"
-        options = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--container", container]
-        assert CliRunner().invoke(convert, [str(teacher), *options, "--out", str(directory)]).exit_code == 0
+        directory = fold_latent(teacher, "--kv-budget", "50%", "--container", container)
     check_same(filled(directory, opened=True), load_student(directory, 32, CPU).model)
 
 
@@ -158,6 +153,16 @@ def test_a_saved_state_replaces_the_checkpoint(with_adapters: bool, latent: Path
     assert trained[0] == trained[1]
 
 
+def published(student: nn.Module, start: Path, place: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Publish a student, and return the tensors of the new checkpoint and of the one that it started from."""
+    state.save(place / "state", state.Progress(), state.Gathered(student), 1)
+    latest = state.newest(place / "state")
+    assert latest
+    (place / "out").mkdir()
+    publish(latest, start, place / "out")
+    return load_file(place / "out" / "model.safetensors"), load_file(start / "model.safetensors")
+
+
 @pytest.mark.parametrize("container", ["llama", "gpt2", "gemma2", "stock", "deepseek"])
 def test_publishing_weights_that_were_not_trained_gives_the_checkpoint_back(
     container: str, latent: Path, tmp_path: Path
@@ -172,17 +177,7 @@ def test_publishing_weights_that_were_not_trained_gives_the_checkpoint_back(
             tmp_path / "model", container, dtype=torch.bfloat16, tie_word_embeddings=container != "llama"
         )
         save_tokenizer(directory)
-    state.save(
-        tmp_path / "state", state.Progress(), state.Gathered(load_student(directory, 32, CPU).model), 1
-    )
-    latest = state.newest(tmp_path / "state")
-    assert latest
-    (tmp_path / "out").mkdir()
-    publish(latest, directory, tmp_path / "out")
-    ours, theirs = (
-        load_file(tmp_path / "out" / "model.safetensors"),
-        load_file(directory / "model.safetensors"),
-    )
+    ours, theirs = published(load_student(directory, 32, CPU).model, directory, tmp_path)
     assert ours.keys() == theirs.keys() or container == "deepseek"
     for name in ours.keys() & theirs.keys():
         assert ours[name].dtype == theirs[name].dtype
@@ -200,12 +195,7 @@ def test_publishing_keeps_what_short_training_changed(tmp_path: Path) -> None:
     with torch.no_grad():
         for weight in student.parameters():
             weight.mul_(1 + 0.2 * 2**-8)
-    state.save(tmp_path / "state", state.Progress(), state.Gathered(student), 1)
-    latest = state.newest(tmp_path / "state")
-    assert latest
-    (tmp_path / "out").mkdir()
-    publish(latest, directory, tmp_path / "out")
-    ours, theirs = (load_file(place / "model.safetensors") for place in (tmp_path / "out", directory))
+    ours, theirs = published(student, directory, tmp_path)
     for name, weight in student.state_dict().items():
         assert torch.equal(weight.bfloat16(), theirs[name])
     before, after = (torch.cat([file[name].flatten() for name in theirs]).float() for file in (theirs, ours))

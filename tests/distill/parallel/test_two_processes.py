@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from kvfold.distill.run.job import distill
 
-from ...support.distillation import KILLED, launch, metrics, weights
+from ...support.distillation import KILLED, launch, metrics, weights, write_recipe
 from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
@@ -63,21 +62,10 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
         output=str(tmp_path / "together"), stages=STAGES, save={"every": 1}, **float32_models
     )
     (tmp_path / "killed.py").write_text(KILLED, encoding="utf-8")
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
-    sharded = (
-        {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        if before == 2
-        else {}
-    )
-    torchrun = [
-        warm_python(),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(before),
-    ]
+    file = write_recipe(recipe, tmp_path / "recipe.yaml")
+    fsdp = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    sharded = fsdp if before == 2 else {}
+    torchrun = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={before}"]
     killed = [*torchrun, str(tmp_path / "killed.py"), str(file), "5"]
     assert subprocess.run(killed, env={**os.environ, **sharded}, check=False, capture_output=True).returncode
     states = sorted(path.name for path in (tmp_path / "together.partial" / "state").iterdir())

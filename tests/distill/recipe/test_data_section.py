@@ -1,5 +1,6 @@
 """The data section of a recipe: one text or a weighted list, and mistakes in it told in one sentence."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.data_section import Data
 from kvfold.distill.recipe.recipe_file import read_recipe
+
+from ...support.distillation import rows
 
 GOOD = {
     "schema": 1, "student": "./student", "output": "./out", "stages": [{"name": "kl", "tokens": "5M",
@@ -35,74 +38,36 @@ def test_what_a_source_leaves_open_is_as_the_section_says(tmp_path: Path) -> Non
     mixture = [{"source": "org/chat"}, {"source": "stdlib", "text_field": "text"}]
     chat, code = read(tmp_path, {"source": mixture, "messages_field": "messages", "seq_len": 128}).sources
     assert (chat.messages_field, code.messages_field, code.text_field) == ("messages", None, "text")
-    assert [
-        source.source for source in read(tmp_path, {"source": ["a/b", "stdlib"], "seq_len": 128}).sources
-    ] == [
-        "a/b",
-        "stdlib",
-    ]
+    both = read(tmp_path, {"source": ["a/b", "stdlib"], "seq_len": 128}).sources
+    assert [source.source for source in both] == ["a/b", "stdlib"]
     (alone,) = read(tmp_path, {"source": "stdlib", "seq_len": 128}).sources
-    assert (alone.source, alone.split, alone.text_field, alone.messages_field) == (
-        "stdlib",
-        "train",
-        "text",
-        None,
-    )
+    found = (alone.source, alone.split, alone.text_field, alone.messages_field)
+    assert found == ("stdlib", "train", "text", None)
 
 
 def test_overrides_reach_into_a_mixture(tmp_path: Path) -> None:
-    data = read(
-        tmp_path,
-        {"source": [{"source": "stdlib"}], "seq_len": 128},
-        "data.source.0.weight=2",
-        "data.packing=stream",
-    )
+    mixture = {"source": [{"source": "stdlib"}], "seq_len": 128}
+    data = read(tmp_path, mixture, "data.source.0.weight=2", "data.packing=stream")
     assert (data.sources[0].weight, data.packing) == (2, "stream")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"source": []}, r"data\.source is \[\]; it should have at least one entry"),
-        (
-            {"source": 3},
-            r"data\.source is 3; it should be the name of a text, or a list of texts such as \{source: "
-            r"stdlib",
-        ),
-        ({"source": [3]}, r"data\.source\[0\] is 3; it should be (a mapping|a valid dictionary)"),
-        (
-            {"source": [{"source": "a", "weight": 0}]},
-            r"data\.source\[0\]\.weight is 0; it should be greater than 0",
-        ),
-        (
-            {"source": [{"source": "a", "weight": -1}]},
-            r"data\.source\[0\]\.weight is -1; it should be greater than 0",
-        ),
-        (
-            {"source": [{"source": "a", "wieght": 1}]},
-            r"unknown key 'wieght' in data\.source\[0\]; did you mean 'weight'\?",
-        ),
-        (
-            {"source": [{"source": "a", "ratio": 1}]},
-            r"unknown key 'ratio' in data\.source\[0\]; did you mean 'weight'\?",
-        ),
-        ({"source": [{"weight": 1}]}, r"data\.source\[0\]\.source is missing: The text, as in `data.source`"),
-        ({"source": "a", "weight": 1}, r"unknown key 'weight' in data; it belongs in data\.source"),
-        ({"source": "a", "text": "b"}, r"unknown key 'text' in data; did you mean 'text_field'\?"),
-        (
-            {"source": "a", "packing": "pack"},
-            r"data\.packing is 'pack'; it should be 'documents' or 'stream'",
-        ),
-        (
-            {"source": "a", "text_field": "b", "messages_field": "c"},
-            r"recipe\.yaml: data: text_field and messages_field are both",
-        ),
-        (
-            {"source": [{"source": "a", "text_field": "b", "messages_field": "c"}]},
-            r"data\.source\[0\]: text_field and messages",
-        ),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, data: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        read(tmp_path, {**data, "seq_len": 128})
+MISTAKES = """
+{source: []} -> data.source is []; it should have at least one entry
+{source: 3} -> data.source is 3; it should be the name of a text, or a list of texts such as {source: stdlib
+{source: [3]} -> data.source[0] is 3; it should be a
+{source: [{source: a, weight: 0}]} -> data.source[0].weight is 0; it should be greater than 0
+{source: [{source: a, wieght: 1}]} -> unknown key 'wieght' in data.source[0]; did you mean 'weight'?
+{source: [{source: a, ratio: 1}]} -> unknown key 'ratio' in data.source[0]; did you mean 'weight'?
+{source: [{weight: 1}]} -> data.source[0].source is missing: The text, as in `data.source`
+{source: a, weight: 1} -> unknown key 'weight' in data; it belongs in data.source
+{source: a, text: b} -> unknown key 'text' in data; did you mean 'text_field'?
+{source: a, packing: pack} -> data.packing is 'pack'; it should be 'documents' or 'stream'
+{source: a, text_field: b, messages_field: c} -> recipe.yaml: data: text_field and messages_field are both
+{source: [{source: a, text_field: b, messages_field: c}]} -> data.source[0]: text_field and messages
+"""
+
+
+@pytest.mark.parametrize(("data", "message"), rows(MISTAKES))
+def test_mistakes_are_named(tmp_path: Path, data: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        read(tmp_path, {**yaml.safe_load(data), "seq_len": 128})

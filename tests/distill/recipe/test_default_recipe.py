@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import kvfold
 from kvfold.checkpoints.record import read_record, write_record
-from kvfold.convert.cli import main as convert
-from kvfold.distill.cli import main
 from kvfold.distill.recipe.default_recipe import RATES, default_recipe, default_stage
 from kvfold.distill.recipe.recipe_file import as_recipe, read_recipe
 
-from ...support.distillation import weights
+from ...support.distillation import command, refuses, weights
+from ...support.folds import WEIGHTS, convert
 
 FEW = ("stages.0.tokens=192", "stages.0.batch_tokens=96", "device=cpu")
 
@@ -24,14 +22,14 @@ def folded(teacher: Path, tmp_path: Path) -> Path:
     """An MLA fold by text that its source wrote, 24 tokens at a time."""
     out = tmp_path / "folded"
     words = ("--to", "mla", "--kv-budget", "50%", "--sequences", "4", "--length", "24", "--effort", "quick")
-    done = CliRunner().invoke(convert, [str(teacher), *words, "--out", str(out)])
+    done = convert(teacher, *words, out=out)
     assert done.exit_code == 0, done.output
     return out
 
 
 def test_a_fold_is_trained_on_text_of_its_source(folded: Path) -> None:
     words = [word for setting in FEW for word in ("--set", setting)]
-    done = CliRunner().invoke(main, [str(folded), *words])
+    done = command(folded, *words)
     assert done.exit_code == 0, done.output
     out = folded.with_name("folded-distilled")
     assert f"Wrote {out}" in done.stdout
@@ -42,14 +40,14 @@ def test_a_fold_is_trained_on_text_of_its_source(folded: Path) -> None:
     assert record is not None
     assert record["distill"]["recipe"]["data"]["source"] == "self"
     assert record["distill"]["recipe"]["data"]["seq_len"] == 24
-    again = CliRunner().invoke(main, [str(folded), *words])
+    again = command(folded, *words)
     assert "is complete already" in again.stdout
 
 
 def test_python_trains_it_alike_and_returns_the_same_bytes(folded: Path) -> None:
     words = [word for setting in FEW for word in ("--set", setting)]
     other = folded.with_name("by command")
-    done = CliRunner().invoke(main, [str(folded), *words, "--set", f"output={other}"])
+    done = command(folded, *words, "--set", f"output={other}")
     assert done.exit_code == 0, done.output
     assert f"Next: kvfold eval '{other}' --text FILE\n" in done.stdout
     settings = {"stages.0.tokens": 192, "stages.0.batch_tokens": 96, "device": "cpu"}
@@ -59,13 +57,13 @@ def test_python_trains_it_alike_and_returns_the_same_bytes(folded: Path) -> None
 
 
 def test_explain_names_the_fold_as_the_origin(folded: Path) -> None:
-    done = CliRunner().invoke(main, ["explain", str(folded), "--set", "data.source=stdlib", "--json"])
+    done = command("explain", folded, "--set", "data.source=stdlib", "--json")
     assert done.exit_code == 0, done.output
     origins = {key["key"]: (key["value"], key["from"]) for key in json.loads(done.stdout)["keys"]}
     assert origins["stages[0].tokens"] == (200_000, "fold")
     assert origins["data.source"] == ("stdlib", "--set")
     assert origins["stages[0].warmup"] == (0.05, "default")
-    assert CliRunner().invoke(main, ["validate", str(folded)]).exit_code == 0
+    assert command("validate", folded).exit_code == 0
 
 
 def test_the_recipe_follows_from_the_record(folded: Path) -> None:
@@ -119,9 +117,7 @@ def test_what_is_no_fold_is_refused(teacher: Path, tmp_path: Path) -> None:
         tmp_path: "is a directory without a checkpoint; name an output of kvfold convert or a recipe file",
     }
     for directory, sentence in sentences.items():
-        done = CliRunner().invoke(main, [str(directory)])
-        assert done.exit_code == 2
-        assert f"{directory} {sentence}" in done.output
+        assert refuses(f"{directory} {sentence}", directory)
         assert not Path(f"{directory}-distilled.partial").exists()
 
 
@@ -149,8 +145,7 @@ def test_convert_suggests_the_training_where_something_is_lost(
     teacher: Path, tmp_path: Path, words: tuple[str, str], suggested: bool
 ) -> None:
     out = tmp_path / "out"
-    asked = (str(teacher), "--to", "mla", *words, "--calibration", "none", "--out", str(out))
-    done = CliRunner().invoke(convert, asked)
+    done = convert(teacher, "--to", "mla", *words, *WEIGHTS, out=out)
     assert done.exit_code == 0, done.output
     assert f"Next: kvfold eval {out} --text FILE\n" in done.stdout
     assert (f"or train it: kvfold distill {out}\n" in done.stdout) is suggested

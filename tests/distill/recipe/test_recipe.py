@@ -1,16 +1,15 @@
 """Recipes: mistakes are told in one sentence that names the key."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from kvfold import recipes
 from kvfold.core.errors import InvalidInput
 from kvfold.core.units import parse_tokens
-from kvfold.distill.cli import main
 from kvfold.distill.losses import LOSSES
 from kvfold.distill.recipe.data_section import Data, TextSource
 from kvfold.distill.recipe.recipe import (
@@ -24,9 +23,13 @@ from kvfold.distill.recipe.recipe import (
     differences,
 )
 from kvfold.distill.recipe.recipe_file import read_recipe
-from kvfold.distill.stages.schedule import SCHEDULES, learning_rate
+from kvfold.distill.stages.optimizer import SCHEDULES, learning_rate
 from kvfold.distill.stages.weights import TRAINABLE
 
+from ...support.distillation import command, refuses, rows
+
+ALIGN = "losses: {attention_output: 1}"
+STREAM = f"{{name: b, tokens: 1k, lr: 1e-4, mode: stream, {ALIGN}, train: attention}}"
 GOOD = """
 schema: 1
 student: ./student
@@ -78,28 +81,21 @@ def test_the_batch_follows_from_the_tokens(tokens: str, step_tokens: int, steps:
 
 
 @pytest.mark.parametrize(
-    ("stage", "sentence"),
+    ("stage", "steps", "remedy"),
     [
         (
             "tokens: 200k, batch_tokens: 65536",
-            "stage kl has 4 optimizer steps of 65536 tokens, which recover little; batch_tokens 3968 or less would "
-            "give it 50",
+            "4 optimizer steps of 65536",
+            "batch_tokens 3968 or less would give it 50",
         ),
-        (
-            "tokens: 6k",
-            "stage kl has 47 optimizer steps of 128 tokens, which recover little; 50 steps of one window take 6400 "
-            "tokens",
-        ),
-        (
-            "tokens: 1",
-            "stage kl has 1 optimizer step of 128 tokens, which recovers little; 50 steps of one window take 6400 "
-            "tokens",
-        ),
+        ("tokens: 6k", "47 optimizer steps of 128", "50 steps of one window take 6400 tokens"),
+        ("tokens: 1", "1 optimizer step of 128", "50 steps of one window take 6400 tokens"),
     ],
 )
-def test_few_steps_are_told(stage: str, sentence: str, tmp_path: Path) -> None:
+def test_few_steps_are_told(stage: str, steps: str, remedy: str, tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path, GOOD.replace("tokens: 5M", stage)))
-    assert recipe.few_steps() == [sentence]
+    recover = "recovers" if steps.startswith("1 ") else "recover"
+    assert recipe.few_steps() == [f"stage kl has {steps} tokens, which {recover} little; {remedy}"]
 
 
 def test_a_batch_that_is_rounded_down_is_told(tmp_path: Path) -> None:
@@ -109,137 +105,91 @@ def test_a_batch_that_is_rounded_down_is_told(tmp_path: Path) -> None:
         assert read_recipe(write(tmp_path, given)).rounded_batches() == sentences
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        (
-            "lr:",
-            "leraning_rate:",
-            r"recipe.yaml: unknown key 'leraning_rate' in stages\[0\]; did you mean 'lr'\?",
-        ),
-        ("student:", "studnet:", r"unknown key 'studnet'; did you mean 'student'\?"),
-        (
-            "seq_len: 128",
-            "seq_len: 128, seqlen: 1",
-            r"unknown key 'seqlen' in data; did you mean 'seq_len'\?",
-        ),
-        ("output:", "lr: 1\noutput:", r"unknown key 'lr'; it belongs in stages"),
-        ("lr: 5e-5", "lr: 5e-5, losses: kl", r"losses is 'kl'; each loss has a weight; write \{kl: 1\.0\}"),
-        ("lr: 5e-5", "lr: 5e-5, losses: [kl, ce]", r"weight; write \{kl: 1\.0, ce: 1\.0\}"),
-        ("output:", "keep: best\noutput:", r"unknown key 'keep'; it belongs in save or evaluate"),
-        ("output:", "save: {keep: best}\noutput:", r"save\.keep is 'best'; .*write evaluate\.keep: best"),
-        ("output:", "quux: 1\noutput:", r"unknown key 'quux'; known: schema, student"),
-        (", lr: 5e-5", "", r"stages\[0\].lr is missing: Peak learning rate"),
-        ("lr: 5e-5", "lr: -1", r"stages\[0\].lr is -1; it should be greater than 0"),
-        ("lr: 5e-5", "lr: fast", r"stages\[0\].lr is 'fast'; it should be a number$"),
-        ("lr: 5e-5", "lr: true", r"stages\[0\].lr is True; it should be a number$"),
-        ("lr: 5e-5", "lr: 5e-5, losses: {kl: true}", r"\[0\].losses: kl is True; it should be a number$"),
-        ("lr: 5e-5", "lr: .inf", r"stages\[0\].lr is inf; it should be a finite number"),
-        ("5M", "10001B", r"stages\[0\].tokens is .*; it should be less than or equal to 10000000000000"),
-        (
-            "5M",
-            "5Q",
-            r"stages\[0\].tokens is '5Q'; it should be a number of tokens, such as 5000, 300k, 5M or 1B",
-        ),
-        (
-            "lr:",
-            "losses: {kld: 1}, lr:",
-            r"stages\[0\].losses is 'kld'; it should be 'kl', 'reverse_kl', 'jsd', 'ce', .* or 'att",
-        ),
-        ("lr:", "losses: {kl: 0}, lr:", r"at least one loss needs a weight above 0"),
-        (
-            "lr:",
-            "train: atention, lr:",
-            r"stages\[0\].train is 'atention'; it should be 'all', 'attention', 'att",
-        ),
-        (
-            "lr:",
-            "schedule: linear, lr:",
-            r"stages\[0\].schedule is 'linear'; it should be 'cosine', 'wsd' or 'constant'",
-        ),
-        (
-            "lr:",
-            "mode: layer, lr:",
-            r"stages\[0\].mode is 'layer'; it should be 'auto', 'end_to_end', 'layerwise' or 'stream'",
-        ),
-        (
-            "lr:",
-            "mode: layerwise, lr:",
-            r"stages\[0\]: mode: layerwise runs each layer by itself, so it cannot have .* kl",
-        ),
-        (
-            "lr:",
-            "losses: {kl: 1, attention_output: 1}, lr:",
-            r"stages\[0\]: attention_output is a loss of mode: layerwise",
-        ),
-        ("lr:", "temperature: 0, lr:", r"temperature is 0; it should be greater than or equal to 0.01"),
-        ("lr:", "temperature: 1e9, lr:", r"temperature is '1e9'; it should be less than or equal to 100"),
-        ("lr:", "weight_decay: 1.0e+308, lr:", r"weight_decay is 1e\+308; it should be less than or equal"),
-        (
-            "lr:",
-            "warmup: 1e300, lr:",
-            r"warmup is '1e300'; it should be less than or equal to 10000000000000",
-        ),
-        ("lr:", "grad_clip: 1e300, lr:", r"grad_clip is '1e300'; it should be less than or equal to"),
-        ("lr:", "warmup: .nan, lr:", r"warmup is nan; it should be a finite number"),
-        ("lr:", "losses: {kl: 1e308}, lr:", r"losses.kl is '1e308'; it should be less than or equal to"),
-        ("lr:", "jsd_beta: 1.5, lr:", r"stages\[0\].jsd_beta is 1.5; it should be less than or equal to 1"),
-        (
-            "lr:",
-            "lora: {rank: 8}, lr:",
-            r"stages\[0\]: lora is given, but train is all; write train: lora, or leave lora out",
-        ),
-        (
-            "lr:",
-            "train: lora, lora: {rank: 0}, lr:",
-            r"stages\[0\].lora.rank is 0; it should be greater than or equal to 1",
-        ),
-        (
-            "lr:",
-            "train: lora, lora: {rnk: 4}, lr:",
-            r"unknown key 'rnk' in stages\[0\].lora; did you mean 'rank'\?",
-        ),
-        ("lr:", "train: lora, lora: {dropout: 0.1}, lr:", r"stages\[0\].lora.dropout is 0.1; it should be 0"),
-        ("name: kl", "name: ../kl", r"stages\[0\].name is '../kl'; it should consist of letters, digits"),
-        (
-            "output:",
-            "profile: fsdp\noutput:",
-            r"profile is 'fsdp'; it should be 'cpu', 'single', 'ddp', 'fsdp2'",
-        ),
-        (
-            "lr:",
-            "batch_tokens: 100, lr:",
-            r"stages\[0\].batch_tokens is 100, which is less than one window of data.seq_len 128",
-        ),
-        ("schema: 1", "schema: 2", r"schema is 2; it should be 1"),
-        ("{source: stdlib, seq_len: 128}", "stdlib", r"data is 'stdlib'; it should be a mapping"),
-        ("stages:", "stages: [", r"is not YAML"),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, before: str, after: str, message: str) -> None:
-    assert before in GOOD
-    with pytest.raises(InvalidInput, match=message):
-        read_recipe(write(tmp_path, GOOD.replace(before, after)))
+# Keys of the stage, and what is said of them after its name.
+STAGE_MISTAKES = """
+leraning_rate: 5e-5 -> unknown key 'leraning_rate' in stages[0]; did you mean 'lr'?
+losses: kl -> losses is 'kl'; each loss has a weight; write {kl: 1.0}
+losses: [kl, ce] -> each loss has a weight; write {kl: 1.0, ce: 1.0}
+losses: {kl: true} -> losses: kl is True; it should be a number
+losses: {kld: 1} -> losses is 'kld'; it should be 'kl', 'reverse_kl', 'jsd', 'ce', 'hidden_mse',
+losses: {kl: 0} -> at least one loss needs a weight above 0
+losses: {kl: 1e308} -> losses.kl is '1e308'; it should be less than or equal to
+losses: {kl: 1, attention_output: 1} -> attention_output is a loss of mode: layerwise
+lr: -1 -> lr is -1; it should be greater than 0
+lr: fast -> lr is 'fast'; it should be a number
+lr: true -> lr is True; it should be a number
+lr: .inf -> lr is inf; it should be a finite number
+tokens: 10001B -> it should be less than or equal to 10000000000000
+tokens: 5Q -> tokens is '5Q'; it should be a number of tokens, such as 5000, 300k, 5M or 1B
+train: atention -> train is 'atention'; it should be 'all', 'attention', 'att
+schedule: linear -> schedule is 'linear'; it should be 'cosine', 'wsd' or 'constant'
+mode: layer -> mode is 'layer'; it should be 'auto', 'end_to_end', 'layerwise' or 'stream'
+mode: layerwise -> mode: layerwise runs each layer by itself, so it cannot have the loss kl
+temperature: 0 -> temperature is 0; it should be greater than or equal to 0.01
+weight_decay: 1.0e+308 -> weight_decay is 1e+308; it should be less than or equal
+warmup: 1e300 -> warmup is '1e300'; it should be less than or equal to 10000000000000
+warmup: .nan -> warmup is nan; it should be a finite number
+grad_clip: 1e300 -> grad_clip is '1e300'; it should be less than or equal to
+lora: {rank: 8} -> lora is given, but train is all; write train: lora, or leave lora out
+train: lora, lora: {rank: 0} -> lora.rank is 0; it should be greater than or equal to 1
+train: lora, lora: {rnk: 4} -> unknown key 'rnk' in stages[0].lora; did you mean 'rank'?
+train: lora, lora: {dropout: 0.1} -> lora.dropout is 0.1; it should be 0
+name: ../kl -> name is '../kl'; it should consist of letters, digits
+batch_tokens: 100 -> batch_tokens is 100, which is less than one window of data.seq_len 128
+"""
+# Keys of the recipe, of which a dotted one is inside a section.
+MISTAKES = """
+studnet: a -> unknown key 'studnet'; did you mean 'student'?
+data.seqlen: 1 -> unknown key 'seqlen' in data; did you mean 'seq_len'?
+lr: 1 -> unknown key 'lr'; it belongs in stages
+keep: best -> unknown key 'keep'; it belongs in save or evaluate
+quux: 1 -> unknown key 'quux'; known: schema, student
+profile: fsdp -> profile is 'fsdp'; it should be 'cpu', 'single', 'ddp', 'fsdp2'
+schema: 2 -> schema is 2; it should be 1
+data: stdlib -> data is 'stdlib'; it should be a mapping
+"""
+
+
+@pytest.mark.parametrize(("keys", "message"), rows(STAGE_MISTAKES))
+def test_mistakes_in_a_stage_are_named(tmp_path: Path, keys: str, message: str) -> None:
+    content = yaml.safe_load(GOOD)
+    content["stages"][0] |= yaml.safe_load(f"{{{keys}}}")
+    with pytest.raises(InvalidInput, match=re.escape(message)) as mistake:
+        read_recipe(write(tmp_path, yaml.safe_dump(content)))
+    assert "stages[0]" in str(mistake.value)
+
+
+@pytest.mark.parametrize(("key", "message"), rows(MISTAKES))
+def test_mistakes_are_named(tmp_path: Path, key: str, message: str) -> None:
+    content = yaml.safe_load(GOOD)
+    (name, value) = next(iter(yaml.safe_load(key).items()))
+    section, _, last = name.rpartition(".")
+    (content[section] if section else content)[last] = value
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        read_recipe(write(tmp_path, yaml.safe_dump(content)))
+
+
+def test_what_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
+    for before, after, message in (
+        (", lr: 5e-5", "", "stages[0].lr is missing: Peak learning rate"),
+        ("stages:", "stages: [", "is not YAML"),
+    ):
+        with pytest.raises(InvalidInput, match=re.escape(message)):
+            read_recipe(write(tmp_path, GOOD.replace(before, after)))
 
 
 def test_a_mistake_ends_the_command_with_code_2(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD.replace("lr:", "leraning_rate:"))
-    result = CliRunner().invoke(main, [str(file)])
-    assert result.exit_code == 2
-    assert (
-        result.stderr == "Error: recipe.yaml: unknown key 'leraning_rate' in stages[0]; did you mean 'lr'?\n"
-    )
+    sentence = "Error: recipe.yaml: unknown key 'leraning_rate' in stages[0]; did you mean 'lr'?\n"
+    assert command(file).stderr == sentence
+    assert refuses(sentence, file)
 
 
 def test_overrides(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD)
     recipe = read_recipe(file, ["stages.0.lr=1e-4", "save.every=7", "data.seq_len=64", "stages.0.tokens=1k"])
-    assert (recipe.stages[0].lr, recipe.save.every, recipe.data.seq_len, recipe.stages[0].tokens) == (
-        1e-4,
-        7,
-        64,
-        1000,
-    )
+    stage = recipe.stages[0]
+    assert (stage.lr, recipe.save.every, recipe.data.seq_len, stage.tokens) == (1e-4, 7, 64, 1000)
     for override in ("stages.1.lr=1", "stages.first.lr=1", "lr", "schema.a=1"):
         with pytest.raises(InvalidInput, match="--set"):
             read_recipe(file, [override])
@@ -264,15 +214,7 @@ def test_the_mode_follows_from_the_losses() -> None:
     for loss, mode in modes.items():
         stage = {"name": "a", "tokens": 1, "lr": 1, "losses": {loss: 1, "ce": 0}, "train": "attention"}
         assert Stage.model_validate(stage).how == mode
-    given = {
-        "name": "a",
-        "tokens": 1,
-        "lr": 1,
-        "losses": {"attention_output": 1},
-        "mode": "stream",
-        "train": "attention",
-    }
-    assert Stage.model_validate(given).how == "stream"
+    assert Stage.model_validate({**stage, "mode": "stream"}).how == "stream"
 
 
 def test_every_key_is_documented() -> None:
@@ -311,6 +253,29 @@ def test_a_schedule_warms_up_peaks_and_never_rests(schedule: ScheduleName) -> No
         (
             "stages: [{name: a, tokens: 1k, lr: 1e-4, mode: layerwise, train: attention}]",
             "write losses: {attention_output: 1.0}",
+        ),
+        *(
+            (
+                f"stages: [{{name: a, tokens: 1k, lr: 1e-4, mode: {mode}, {ALIGN}, train: {train}}}]",
+                f"mode: {mode} trains only attention, and train is {train}; write train: attention",
+            )
+            for mode, train in (("stream", "all"), ("stream", "lora"), ("layerwise", "all"))
+        ),
+        (
+            f"stages: [{{name: a, tokens: 1k, lr: 1e-4}}, {STREAM}]",
+            "a stage with mode: stream starts from a checkpoint, so it must come before all others",
+        ),
+        (
+            f"evaluate: {{source: stdlib}}\nstages: [{STREAM}]",
+            "evaluate needs a stage with the whole student in memory",
+        ),
+        (
+            "compile: true\nstages: [{name: a, tokens: 1k, lr: 1e-4, cache_dtype: int4}]",
+            "stages[0].cache_dtype is int4, and compile is true",
+        ),
+        (
+            f"stages: [{STREAM[:-1]}, cache_dtype: int4}}]",
+            "mode: stream does not round caches, and cache_dtype is int4",
         ),
     ],
 )

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run import job, loop
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.resume import _check_changes
 from kvfold.distill.stages.state import Progress
 from kvfold.distill.stages.stream import stream_stage
 
-from ...support.distillation import STAGES, metrics, same_bits, stop_at
+from ...support.distillation import STAGES, interrupt, metrics, same_bits
 from ..conftest import MakeRecipe
 
 FIRST, SECOND = STAGES  # of five steps each
@@ -29,14 +28,6 @@ OTHER = {
     "losses": {"ce": 1, "hidden_mse": 0.5},
     "train": "attention+norms",
 }
-
-
-def stop(recipe: Recipe, step: int) -> None:
-    """Run a recipe until it has saved the step after `step`, or a stage's end."""
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, step, signal.SIGTERM)
-        with pytest.raises(loop.Interrupted):
-            distill(recipe)
 
 
 @pytest.fixture
@@ -67,19 +58,19 @@ def test_a_stage_that_has_not_begun_may_change(
         "evaluate": {"source": str(held), "every": 2, "windows": 4, "keep": "best"},
         "save": {"keep_stages": True},
     }
-    stop(make_recipe(stages=STAGES, **keys), step)
+    interrupt(make_recipe(stages=STAGES, **keys), step)
     check_goes_on(make_recipe, tmp_path, [FIRST, OTHER], **keys)
     assert "recipe that differs in stages not yet begun: stages[1].losses.ce (was None)" in caplog.text
 
 
 def test_tokens_may_move_between_stages_that_have_not_begun(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    stop(make_recipe(stages=STAGES), 3)
+    interrupt(make_recipe(stages=STAGES), 3)
     parts = [{**SECOND, "name": name, "tokens": tokens} for name, tokens in (("two", 384), ("three", 576))]
     check_goes_on(make_recipe, tmp_path, [FIRST, *parts])
 
 
 def test_a_stage_that_has_begun_may_not_change(make_recipe: MakeRecipe) -> None:
-    stop(make_recipe(stages=STAGES), 7)
+    interrupt(make_recipe(stages=STAGES), 7)
     with pytest.raises(
         InvalidInput, match=r"the recipe differs .* in stages\[1\].lr \(was 0.001\); change it back to resume"
     ):
@@ -128,7 +119,7 @@ def test_streamed_stages_may_not_change_and_those_behind_them_may(
 
 def test_a_stage_that_left_a_checkpoint_may_not_change(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     """Its state may have been lost since."""
-    stop(make_recipe(stages=STAGES), 3)
+    interrupt(make_recipe(stages=STAGES), 3)
     (tmp_path / "out.partial" / "stages" / "second").mkdir(parents=True)
     with pytest.raises(InvalidInput, match=r"the recipe differs .* in stages\[1\].lr"):
         distill(make_recipe(stages=[FIRST, {**SECOND, "lr": 1e-4}]))
@@ -139,7 +130,7 @@ def test_other_tokens_are_refused_where_they_change_the_order_of_the_text(
     make_recipe: MakeRecipe, tokens: int
 ) -> None:
     """The number of windows of a source decides their permutation, of which the first stage has read a part."""
-    stop(make_recipe(stages=STAGES), 3)
+    interrupt(make_recipe(stages=STAGES), 3)
     with pytest.raises(
         InvalidInput, match=rf"reads {30 + tokens // 32} windows of text, but .* was started with 60, which"
     ):
@@ -150,7 +141,7 @@ def test_other_tokens_are_refused_where_they_change_the_order_of_the_text(
 def test_other_tokens_are_fine_where_all_the_text_is_read_anyway(
     make_recipe: MakeRecipe, tmp_path: Path, little: dict[str, Any], stages: list[dict[str, Any]]
 ) -> None:
-    stop(make_recipe(stages=STAGES, data=little), 3)
+    interrupt(make_recipe(stages=STAGES, data=little), 3)
     if len(stages) == 1:  # 960 tokens are less than there are
         with pytest.raises(InvalidInput, match="reads 30 windows of text"):
             distill(make_recipe(stages=stages, data=little))

@@ -6,99 +6,82 @@ What they find, what they say, and that running a recipe is as it was.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.cli import main as kvfold
-from kvfold.distill.cli import main
 from kvfold.distill.recipe.recipe import Recipe, flatten
 from kvfold.distill.run.footprint import footprint, skeleton
 from kvfold.distill.stages.weights import set_trainable
 
+from ...support.distillation import command, refuses, write_recipe
 from ..conftest import MakeRecipe
 
 
 @pytest.fixture
 def file(make_recipe: MakeRecipe, tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(make_recipe().resolved()), encoding="utf-8")
-    return path
-
-
-def run(*words: Any) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
+    return write_recipe(make_recipe(), tmp_path / "recipe.yaml")
 
 
 def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(file.read_text().replace("lr:", "rate:"), encoding="utf-8")
-    assert (run("validate", file).exit_code, run("validate", file).stdout) == (0, f"{file}: valid\n")
-    result = run("validate", wrong, file, tmp_path / "none.yaml")
+    assert (command("validate", file).exit_code, command("validate", file).stdout) == (0, f"{file}: valid\n")
+    result = command("validate", wrong, file, tmp_path / "none.yaml")
     assert result.exit_code == 2
     assert result.stdout == f"{file}: valid\n"
     assert "Error: wrong.yaml: unknown key 'rate' in stages[0]" in result.stderr
     assert "none.yaml cannot be read" in result.stderr
-    result = run("validate", "--json", wrong, file)
+    result = command("validate", "--json", wrong, file)
     assert result.exit_code == 2
     found = json.loads(result.stdout)["recipes"]
     assert found[str(file)] is None
     assert "unknown key" in found[str(wrong)]
     assert CliRunner().invoke(kvfold, ["distill", "validate", str(file)]).exit_code == 0
-    assert run("validate").exit_code == 2
+    assert command("validate").exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("setting", "message"),
     [
-        (["student=./nowhere"], "recipe.yaml: student ./nowhere is not a directory here; convert it first"),
-        (
-            ["teacher=/nowhere/at/all"],
-            "teacher /nowhere/at/all is not a directory here; name the directory of a model",
-        ),
-        (["student=TORN"], "is truncated: its header describes"),
-        (["output="], "output is None"),
-        (["output=''"], "output is ''; it should name a directory that does not exist yet"),
-        (["student=TMP"], "has no config.json; name the directory that holds the model"),
-        (["student=TEACHER"], "has no kvfold.json that names its source; name the teacher"),
-        (["output=TMP"], "exists and nothing is overwritten; name another with output"),
-        (
-            ["data.source=./none.jsonl"],
-            "data.source ./none.jsonl is neither a file of .txt, .jsonl, .json or .parquet",
-        ),
-        (["evaluate={source: none.txt}"], "evaluate.source none.txt is not a file; name a text, or stdlib"),
-        (["evaluate={source: TEXT}"], "is trained on: it is"),
-        (["evaluate={source: stdlib, evry: 3}"], "unknown key 'evry' in evaluate; did you mean 'every'?"),
-        (["data.seq_len=65"], "data.seq_len 65 exceeds the 64 positions of the student"),
-        (["trackers=[aim]"], "trackers[0] is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
-        (["eval.every=3"], "unknown key 'eval'; did you mean 'evaluate'?"),
+        ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory here; convert it first"),
+        ("teacher=/nowhere", "teacher /nowhere is not a directory here; name the directory of a model"),
+        ("student=TORN", "is truncated: its header describes"),
+        ("output=", "output is None"),
+        ("output=''", "output is ''; it should name a directory that does not exist yet"),
+        ("student=TMP", "has no config.json; name the directory that holds the model"),
+        ("student=TEACHER", "has no kvfold.json that names its source; name the teacher"),
+        ("output=TMP", "exists and nothing is overwritten; name another with output"),
+        ("data.source=./none.jsonl", "data.source ./none.jsonl is neither a file of .txt, .jsonl, .json or"),
+        ("evaluate={source: none.txt}", "evaluate.source none.txt is not a file; name a text, or stdlib"),
+        ("evaluate={source: TEXT}", "is trained on: it is"),
+        ("evaluate={source: stdlib, evry: 3}", "unknown key 'evry' in evaluate; did you mean 'every'?"),
+        ("data.seq_len=65", "data.seq_len 65 exceeds the 64 positions of the student"),
+        ("trackers=[aim]", "trackers is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
+        ("eval.every=3", "unknown key 'eval'; did you mean 'evaluate'?"),
     ],
 )
 def test_validate_finds(
-    file: Path, teacher: Path, text: Path, tmp_path: Path, settings: list[str], message: str
+    file: Path, teacher: Path, text: Path, tmp_path: Path, setting: str, message: str
 ) -> None:
     torn = tmp_path / "torn"
     shutil.copytree(teacher, torn)
     (torn / "model.safetensors").write_bytes((teacher / "model.safetensors").read_bytes()[:-9])
     shutil.copy(teacher.parent / "student" / "kvfold.json", torn)
-    names = {"TMP": str(tmp_path), "TEACHER": str(teacher), "TEXT": str(text), "TORN": str(torn)}
+    names = {"TMP": tmp_path, "TEACHER": teacher, "TEXT": text, "TORN": torn}
     for name, path in names.items():
-        settings = [setting.replace(name, path) for setting in settings]
-    result = run("validate", file, *(word for setting in settings for word in ("--set", setting)))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+        setting = setting.replace(name, str(path))
+    assert refuses(message, "validate", file, "--set", setting)
 
 
 def test_what_is_on_the_hub_is_not_looked_up(file: Path) -> None:
-    assert (
-        run("validate", file, "--set", "student=org/student", "--set", "teacher=org/teacher").exit_code == 0
-    )
-    result = run("explain", file, "--set", "student=org/student")
+    hub = ("--set", "student=org/student", "--set", "teacher=org/teacher")
+    assert command("validate", file, *hub).exit_code == 0
+    result = command("explain", file, "--set", "student=org/student")
     assert result.exit_code == 0
     assert "Memory and time are not shown" in result.stdout
 
@@ -113,7 +96,7 @@ def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> N
         "data": {"source": "stdlib", "seq_len": 32},
     }
     file.write_text(yaml.safe_dump({**content, "stages": [stage]}), encoding="utf-8")
-    result = run("explain", file, "--set", "stages.0.losses.ce=0.5", "--set", "save.every=9", "--json")
+    result = command("explain", file, "--set", "stages.0.losses.ce=0.5", "--set", "save.every=9", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     keys = {key["key"]: key for key in found["keys"]}
@@ -124,7 +107,7 @@ def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> N
     }  # fmt: skip
     assert (keys["stages[0].tokens"]["value"], keys["data.packing"]["value"]) == (5000, "documents")
     assert keys["stages[0].lr"]["meaning"] == "Peak learning rate of AdamW."
-    assert "kvfold[lora]" in run("explain", file).stdout  # brackets are no markup
+    assert "kvfold[lora]" in command("explain", file).stdout  # brackets are no markup
     assert found["stages"][0]["steps"] == 6
     whole = Recipe.model_validate({**content, "stages": [{**stage, "losses": {"ce": 0.5}}]})
     assert [key["key"] for key in found["keys"]] == list(flatten(whole.resolved()))
@@ -207,11 +190,9 @@ def test_shards_take_a_share_and_what_is_gathered(
     assert kept["gathered"] > half["gathered"]
 
 
-def test_processes_are_those_of_a_profile(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(make_recipe().resolved()), encoding="utf-8")
+def test_processes_are_those_of_a_profile(file: Path) -> None:
     alone, shared = (
-        run("explain", file, *options, "--json")
+        command("explain", file, *options, "--json")
         for options in ([], ["--set", "profile=fsdp2", "--processes", "2"])
     )
     found = [json.loads(result.stdout)["stages"][0]["footprint"] for result in (alone, shared)]
@@ -219,14 +200,10 @@ def test_processes_are_those_of_a_profile(make_recipe: MakeRecipe, tmp_path: Pat
     assert found[1]["memory_bytes"]["optimizer"] == found[0]["memory_bytes"]["optimizer"] // 2
     assert (
         "kl: memory of each of 2 processes"
-        in run("explain", file, "--set", "profile=zero2", "--processes", "2").stdout
+        in command("explain", file, "--set", "profile=zero2", "--processes", "2").stdout
     )
-    refused = run("explain", file, "--processes", "2")
-    assert refused.exit_code == 2
-    assert (
-        "--processes 2 needs a profile with several processes; add --set profile=ddp (or fsdp2, zero2"
-        in refused.stderr
-    )
+    sentence = "--processes 2 needs a profile with several processes; add --set profile=ddp (or fsdp2, zero2"
+    assert refuses(sentence, "explain", file, "--processes", "2")
 
 
 def test_a_shared_teacher_takes_what_is_its_own(
@@ -292,7 +269,7 @@ def test_no_more_windows_are_counted_than_a_step_has(
 
 
 def test_a_dry_run_shows_the_resolved_recipe(file: Path) -> None:
-    result = run(file, "--dry-run", "--profile", "cpu")
+    result = command(file, "--dry-run", "--profile", "cpu")
     assert result.exit_code == 0
     shown = yaml.safe_load(result.stdout.split("Stages")[0])
     assert shown == yaml.safe_load(file.read_text(encoding="utf-8")) | {"profile": "cpu"}
@@ -302,18 +279,16 @@ def test_a_dry_run_shows_the_resolved_recipe(file: Path) -> None:
 
 def test_a_dry_run_refuses_what_the_run_refuses(file: Path, teacher: Path, tmp_path: Path) -> None:
     """It checks the models and texts too, and an output that is there already."""
-    refused = run(file, "--dry-run", "--set", f"student={teacher}")
-    assert refused.exit_code == 2
-    assert "has no kvfold.json that names its source; name the teacher" in refused.stderr
-    assert refused.stdout == ""
-    refused = run(file, "--dry-run", "--json", "--set", "data.source=./none.jsonl")
+    sentence = "has no kvfold.json that names its source; name the teacher"
+    assert refuses(sentence, file, "--dry-run", "--set", f"student={teacher}")
+    refused = command(file, "--dry-run", "--json", "--set", "data.source=./none.jsonl")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert run(file, "--dry-run", "--set", f"output={tmp_path}").exit_code == 2
+    assert command(file, "--dry-run", "--set", f"output={tmp_path}").exit_code == 2
 
 
 def test_a_recipe_is_still_run_by_its_name(file: Path) -> None:
-    assert run(file, "--dry-run").exit_code == 0
-    assert run("--dry-run", file).exit_code == 0
-    result = run("explain", "--help")
+    assert command(file, "--dry-run").exit_code == 0
+    assert command("--dry-run", file).exit_code == 0
+    result = command("explain", "--help")
     assert result.exit_code == 0
     assert "distill explain [OPTIONS] RECIPE" in result.stdout

@@ -1,22 +1,19 @@
 """A student with a real latent norm: it is trained as it is, and a stopped run ends in the same bits."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
-from kvfold.convert.cli import main as convert
 from kvfold.convert.formats.linear_norm import LinearNorm
 from kvfold.convert.formats.stock import NORM_WEIGHT
-from kvfold.core.signals import Interrupted
 from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
 
+from ...support.distillation import interrupt, same_bits
+from ...support.folds import convert
 from ..conftest import MakeRecipe
 
 
@@ -27,7 +24,7 @@ def fitted(teacher: Path, text: Path, tmp_path: Path) -> Path:
         "--to", "mla", "--kv-budget", "50%", "--container", "stock", "--latent-norm", "fitted",
         "--calibration", str(text), "--sequences", "6", "--length", "48", "--refine", "0",
     )  # fmt: skip
-    result = CliRunner().invoke(convert, [str(teacher), *options, "--out", str(out)])
+    result = convert(teacher, *options, out=out)
     assert result.exit_code == 0, result.output
     return out
 
@@ -36,7 +33,7 @@ def test_it_is_trained_as_it_is_and_resumes_to_the_same_bits(
     make_recipe: MakeRecipe, fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[nn.Module] = []
-    advance, save_state = loop.advance, loop.save_state
+    save_state = loop.save_state
 
     def watched(context: Any, *arguments: Any) -> None:
         trained.append(context.student)
@@ -55,18 +52,7 @@ def test_it_is_trained_as_it_is_and_resumes_to_the_same_bits(
         assert float(before[name].max()) < NORM_WEIGHT / 8
         assert not after[name].equal(before[name])
 
-    def stopped(*arguments: Any) -> Any:
-        progress = advance(*arguments)
-        if progress.total_steps == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return progress
-
-    monkeypatch.setattr(loop, "advance", stopped)
     recipe = make_recipe(student=str(fitted), lr=1e-3)
-    with pytest.raises(Interrupted):
-        distill(recipe)
-    monkeypatch.setattr(loop, "advance", advance)
+    interrupt(recipe, 3)
     resumed = distill(recipe)
-    assert (resumed.output / "model.safetensors").read_bytes() == (
-        whole.output / "model.safetensors"
-    ).read_bytes()
+    assert same_bits(resumed.output, whole.output)

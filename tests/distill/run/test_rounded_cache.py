@@ -2,15 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-import yaml
 from click.testing import CliRunner
 
 from kvfold.core.cache_dtypes import cache_dtype
-from kvfold.core.errors import InvalidInput
 from kvfold.distill.cli import main
-from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 from kvfold.models.caches import cache_argument
 from kvfold.models.causal_lm import load_model, load_tokenizer
@@ -94,27 +90,6 @@ def test_it_is_explained_and_checked(make_recipe: MakeRecipe, tmp_path: Path) ->
     assert wrong.exit_code == 2
     assert "stages[0].cache_dtype is 'int3'" in wrong.output
     assert "nvfp4" in wrong.output
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"mode": "stream", "losses": {"attention_output": 1.0}, "train": "attention"},
-            "mode: stream does not",
-        ),
-        ({"compile": True}, r"stages\[0\].cache_dtype is int4, and compile is true"),
-    ],
-)
-def test_what_cannot_be_rounded_is_refused(
-    changes: dict[str, object], said: str, make_recipe: MakeRecipe
-) -> None:
-    content = yaml.safe_load(yaml.safe_dump(make_recipe().resolved()))
-    stage = content["stages"][0] | {"cache_dtype": "int4"}
-    top = {key: value for key, value in changes.items() if key == "compile"}
-    stage |= {key: value for key, value in changes.items() if key != "compile"}
-    with pytest.raises(InvalidInput, match=said):
-        Recipe.read({**content, **top, "stages": [stage]}, {}, "recipe", {})
 
 
 @torch.no_grad()

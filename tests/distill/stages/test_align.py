@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from kvfold.convert.cli import main as convert
 from kvfold.convert.formats import to_trainable
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
@@ -30,8 +28,8 @@ from kvfold.models.remote_code import is_remote
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.distillation import KILLED, launch, metrics, weights, write_recipe
+from ...support.folds import WEIGHTS, convert, fold_latent
 from ...support.tiny import make
-from ...support.tokenizers import save_tokenizer
 from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
@@ -40,22 +38,14 @@ ALIGN: dict[str, Any] = {"name": "align", "losses": {"attention_output": 1.0}, "
 
 # Family, what to fold to, the class of attention that comes out. At full rank, or with all heads, a fold
 # loses nothing.
-STOCK, OWN, INTACT = (
-    ["--container", "stock"],
-    ["--container", "remote"],
-    ["--container", "remote", "--rope", "intact"],
-)
+STOCK, OWN = ["--container", "stock"], ["--container", "remote"]
+INTACT = [*OWN, "--rope", "intact"]
 FOLDS = [
     ("llama", "gqa", [], "LlamaAttention"),
     ("llama", "mla", STOCK, "DeepseekV3Attention"),
     ("llama", "mla", OWN, "KvfoldDecoupledAttention"),
     ("llama", "mla", INTACT, "KvfoldIntactAttention"),
-    (
-        "granite",
-        "mla",
-        STOCK,
-        "DeepseekV3Attention",
-    ),  # its factor on what a layer adds is in the output's weights
+    ("granite", "mla", STOCK, "DeepseekV3Attention"),  # its factor on what a layer adds is in the weights
     ("olmo", "mla", STOCK, "DeepseekV3Attention"),  # and here what a layer adds has no mean
     ("gemma", "mla", STOCK, "DeepseekV3Attention"),
     ("qwen2", "mla", STOCK, "DeepseekV3Attention"),
@@ -69,10 +59,10 @@ FOLDS = [
 ]
 
 
-def fold(source: Path, out: Path, *options: str) -> Path:
-    done = CliRunner().invoke(convert, [str(source), *options, "--calibration", "none", "--out", str(out)])
+def folded(source: Path, *options: str) -> Path:
+    done = convert(source, *options, *WEIGHTS)
     assert done.exit_code == 0, done.output
-    return out
+    return source.with_name("out")
 
 
 def opened(directory: Path) -> Decoder:
@@ -106,7 +96,7 @@ def test_a_fold_that_loses_nothing_has_no_error(
 ) -> None:
     source = make(tmp_path / "source", family, **({"hidden_size": 64} if family == "gpt_neox" else {}))
     size = ["--rank", "full"] if target == "mla" else ["--kv-heads", "8"]
-    student, teacher = opened(fold(source, tmp_path / "out", "--to", target, *size, *options)), opened(source)
+    student, teacher = opened(folded(source, "--to", target, *size, *options)), opened(source)
     assert type(student.attention(0)).__name__ == module
     found = shares(student, teacher, batch())
     assert len(found) == 2
@@ -119,7 +109,7 @@ def test_what_a_layer_learns_from_is_what_the_teacher_computes(tmp_path: Path) -
     """
     source = make(tmp_path / "source")
     student, teacher = (
-        opened(fold(source, tmp_path / "out", "--to", "gqa", "--kv-heads", "2")),
+        opened(folded(source, "--to", "gqa", "--kv-heads", "2")),
         opened(source),
     )
     given, parent = batch(documents=(10, 14)), teacher.layer(1)
@@ -183,7 +173,7 @@ def test_the_graph_of_one_layer_exists_at_a_time(tmp_path: Path) -> None:
     most = []
     for layers in (2, 6):
         source = make(tmp_path / f"source-{layers}", num_hidden_layers=layers)
-        student = opened(fold(source, tmp_path / f"out-{layers}", "--to", "mla", "--kv-budget", "50%"))
+        student = opened(fold_latent(source, "--kv-budget", "50%"))
         teacher = opened(source)
         gc.collect()
         with graph_bytes() as held:
@@ -255,24 +245,3 @@ def test_two_processes_and_a_kill_change_nothing(
     distill(recipe)
     mine, other = weights(again), weights(alone)
     assert all(torch.equal(mine[name], other[name]) for name in other)
-
-
-def test_what_cannot_be_aligned_is_refused(make_recipe: MakeRecipe, teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="mode: layerwise trains only attention, and train is all; write train: attention"
-    ):
-        make_recipe(**{**ALIGN, "train": "all"})
-    outside = {**ALIGN, "train": "lora", "lora": {"targets": ["v_proj", "down_proj"]}}
-    with pytest.raises(InvalidInput, match=r"lora\.targets names other layers; leave them out"):
-        distill(make_recipe(**outside))
-    for change, message in (
-        ({"num_hidden_layers": 3}, "2 layers and the teacher 3"),
-        ({"hidden_size": 64}, "32 numbers"),
-    ):
-        other = tmp_path / str(next(iter(change)))
-        LlamaForCausalLM(LlamaConfig.from_pretrained(teacher, **change)).save_pretrained(other)
-        save_tokenizer(other)
-        with pytest.raises(
-            InvalidInput, match=f"{message}.*use the source that the student was converted from"
-        ):
-            distill(make_recipe(**ALIGN, teacher=str(other)))

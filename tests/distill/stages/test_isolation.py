@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +20,6 @@ from transformers import (
     GPTBigCodeForCausalLM,
 )
 
-from kvfold.convert.cli import main as convert
 from kvfold.convert.families.recognition import FAMILIES
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
@@ -31,13 +29,12 @@ from kvfold.models.causal_lm import with_base
 from kvfold.models.positions import has_other_layers
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.folds import fold_latent
 from ...support.tiny import make
 
 LENGTH = 24
-CUTS = (
-    (0, 7, 8, 20, LENGTH),
-    (0, 13, LENGTH),
-)  # the documents of two windows; a document of one token among them
+# The documents of two windows; a document of one token among them.
+CUTS = ((0, 7, 8, 20, LENGTH), (0, 13, LENGTH))
 IDS_BS = torch.arange(2 * LENGTH).reshape(2, LENGTH) ** 2 * 7 % 97
 OLD = Version(transformers.__version__) < Version("5.24")  # Falcon's mask knows no position ids there
 # Classes that make their mask without them.
@@ -114,23 +111,8 @@ def test_every_family(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(("family", "rope"), OWN)
 def test_models_with_their_own_code(tmp_path: Path, family: str, rope: str) -> None:
     source = make(tmp_path / "model", family, **SHAPE)
-    options = [
-        "--to",
-        "mla",
-        "--rope",
-        rope,
-        "--kv-budget",
-        "50%",
-        "--calibration",
-        "none",
-        "--container",
-        "remote",
-    ]
-    folded = CliRunner().invoke(convert, [str(source), *options, "--out", str(tmp_path / "folded")])
-    assert folded.exit_code == 0, folded.output
-    for model in attentions(
-        lambda kind: KvfoldForCausalLM.from_pretrained(tmp_path / "folded", attn_implementation=kind)
-    ):
+    folded = fold_latent(source, "--rope", rope, "--kv-budget", "50%", "--container", "remote")
+    for model in attentions(lambda kind: KvfoldForCausalLM.from_pretrained(folded, attn_implementation=kind)):
         check(model)
 
 

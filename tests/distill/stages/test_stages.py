@@ -1,21 +1,17 @@
 """The weights that a stage trains, the modes of its layers, and its output."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from kvfold.core.errors import InvalidInput
-from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
 
-from ...support.distillation import metrics, same_bits, stop_at, weights
+from ...support.distillation import interrupt, metrics, same_bits, weights
 from ...support.folds import fold_latent
-from ...support.tokenizers import save_tokenizer
 from ..conftest import MakeRecipe
 
 LORA = {"train": "lora", "lora": {"rank": 4, "alpha": 8}}
@@ -62,7 +58,7 @@ def test_an_adapters_change_has_its_rank(make_recipe: MakeRecipe, teacher: Path)
 def test_adapters_reach_the_mlp_of_a_stock_output(make_recipe: MakeRecipe, teacher: Path) -> None:
     """PEFT takes its class for one with experts, and would leave these layers out without an error."""
     pytest.importorskip("peft")
-    student = fold_latent(teacher, "--container", "stock", "--rank", "8")
+    student = fold_latent(teacher, "--container", "stock", "--rank", "8", "--latent-norm", "linear")
     targets = ["kv_b_proj", "gate_proj", "down_proj"]
     made = make_recipe(student=str(student), **{**LORA, "lora": {"rank": 2, "targets": targets}})
     before, after = weights(student), weights(distill(made).output)
@@ -72,9 +68,7 @@ def test_adapters_reach_the_mlp_of_a_stock_output(make_recipe: MakeRecipe, teach
     assert changed == {name for name in before if name.split(".")[-2] in targets}
 
 
-def test_a_stage_of_adapters_goes_on_in_the_same_bits(
-    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_of_adapters_goes_on_in_the_same_bits(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     """Stopped inside the second of two such stages.
 
     The first's are merged, the second's are stored next to the weights.
@@ -84,22 +78,9 @@ def test_a_stage_of_adapters_goes_on_in_the_same_bits(
         {"name": name, "tokens": 768, "lr": 1e-2, "batch_tokens": 192, **LORA} for name in ("first", "second")
     ]
     distill(make_recipe(output=str(tmp_path / "whole"), stages=stages))
-    with monkeypatch.context() as patch:
-        stop_at(patch, 5, signal.SIGTERM)
-        with pytest.raises(loop.Interrupted):
-            distill(make_recipe(stages=stages))
+    interrupt(make_recipe(stages=stages), 5)
     distill(make_recipe(stages=stages))
     assert same_bits(tmp_path / "out", tmp_path / "whole")
-
-
-def test_adapters_for_layers_that_are_not_there_are_refused(make_recipe: MakeRecipe) -> None:
-    pytest.importorskip("peft")
-    with pytest.raises(
-        InvalidInput,
-        match=r"lora.targets names qkv, which is not a linear layer of the student; known: down_proj, "
-        r".*q_proj",
-    ):
-        distill(make_recipe(train="lora", lora={"targets": ["qkv"]}))
 
 
 def test_layers_computed_twice_give_the_same_bits_with_less_kept(
@@ -176,14 +157,3 @@ def test_losses_of_layers_fall_and_do_not_depend_on_micro_batches(
     assert lines[0][-1]["forward_kl"] < lines[0][0]["forward_kl"]
     for mine, theirs in zip(*lines, strict=True):
         assert mine[loss] == pytest.approx(theirs[loss], rel=1e-3)
-
-
-def test_a_teacher_with_other_layers_is_refused_where_layers_are_compared(
-    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path
-) -> None:
-    deeper = tmp_path / "deeper"
-    LlamaForCausalLM(LlamaConfig.from_pretrained(teacher, num_hidden_layers=3)).save_pretrained(deeper)
-    save_tokenizer(deeper)
-    with pytest.raises(InvalidInput, match="the student has 2 layers and the teacher 3"):
-        distill(make_recipe(teacher=str(deeper), losses={"hidden_mse": 1.0, "kl": 1.0}))
-    distill(make_recipe(teacher=str(deeper), tokens=192))

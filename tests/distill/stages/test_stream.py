@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvfold.convert.cli import main as convert
 from kvfold.core.errors import InvalidInput
 from kvfold.core.signals import Interrupted
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import stream
-from kvfold.distill.stages.boundaries import Boundaries
+from kvfold.distill.stages.stream import Streaming
 from kvfold.models import layered_model
 
 from ...support.distillation import metrics, weights
+from ...support.folds import fold_latent
 from ..conftest import MakeRecipe
 
 STAGE: dict[str, Any] = {
@@ -37,14 +36,11 @@ KL = {"name": "kl", "tokens": 192, "lr": 1e-3, "batch_tokens": 192}
 @pytest.fixture(scope="module")
 def latents(teacher: Path) -> dict[str, Path]:
     """Latent students in float32, so that no rounding of the file hides a difference."""
-    made = {}
-    for container in ("stock", "remote"):
-        out = teacher.parent / f"latent-{container}"
-        options = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--container", container]
-        done = CliRunner().invoke(convert, [str(teacher), *options, "--dtype", "float32", "--out", str(out)])
-        assert done.exit_code == 0, done.output
-        made[container] = out
-    return made
+    options = ("--kv-budget", "50%", "--dtype", "float32", "--container")
+    return {
+        "stock": fold_latent(teacher, *options, "stock", "--latent-norm", "linear"),
+        "remote": fold_latent(teacher, *options, "remote"),
+    }
 
 
 @pytest.mark.parametrize("container", ["stock", "remote"])
@@ -91,8 +87,8 @@ def test_bf16_computes_what_alignment_in_memory_does(
 ) -> None:
     student = str(latents[container])
     found, states = {}, list[Tensor]()
-    read = Boundaries.read
-    monkeypatch.setattr(Boundaries, "read", lambda *given: states.append(read(*given)) or states[-1])
+    read = Streaming.read
+    monkeypatch.setattr(Streaming, "read", lambda *given: states.append(read(*given)) or states[-1])
     for precision, mode in (("bf16", "layerwise"), ("bf16", "stream"), ("fp32", "stream")):
         AcceleratorState._reset_state(reset_partial_state=True)
         stages = [{**STAGE, "mode": mode}]
@@ -140,15 +136,15 @@ def test_a_run_goes_on_after_the_layers_that_are_done(
     recipe = {"stages": stages, "student": str(latents["stock"])}
     whole = distill(make_recipe(**recipe, output=str(tmp_path / "whole")))
 
-    store, stored = Boundaries.store, []
+    store, stored = Streaming.store, []
 
-    def kill(self: Boundaries, number: int, step: int, hidden: Sequence[Tensor]) -> None:
+    def kill(self: Streaming, number: int, step: int, hidden: Sequence[Tensor]) -> None:
         stored.append((number, step))
         if stored == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
             raise KeyboardInterrupt
         store(self, number, step, hidden)
 
-    monkeypatch.setattr(Boundaries, "store", kill)
+    monkeypatch.setattr(Streaming, "store", kill)
     with pytest.raises(KeyboardInterrupt):  # in the first layer
         distill(make_recipe(**recipe))
     keep = stream._Layer._keep
@@ -190,18 +186,10 @@ def test_a_kept_stage_is_a_checkpoint(make_recipe: MakeRecipe, latents: dict[str
     assert {path.name for path in kept.parent.iterdir()} == {"align"}
 
 
-def test_what_cannot_be_streamed_is_refused(
+def test_a_disk_that_is_too_small_is_refused(
     make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed = {**STAGE, "mode": "stream"}
-    with pytest.raises(ValueError, match="it must come before all others"):
-        make_recipe(stages=[KL, streamed])
-    for train in ("all", "lora"):
-        with pytest.raises(
-            ValueError, match=f"trains only attention, and train is {train}; write train: attention"
-        ):
-            make_recipe(stages=[{**streamed, "train": train}])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(InvalidInput, match=r"147,456 bytes, but .* has .*; give the stage fewer tokens"):
-        distill(make_recipe(stages=[streamed]))
+        distill(make_recipe(stages=[{**STAGE, "mode": "stream"}]))

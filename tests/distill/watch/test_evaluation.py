@@ -5,23 +5,18 @@ It changes nothing, resumes where a run was stopped, and never reads what is tra
 
 import json
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from kvfold.checkpoints.record import read_record
 from kvfold.core.errors import InvalidInput
-from kvfold.core.signals import Interrupted
-from kvfold.distill.cli import main
 from kvfold.distill.data.batch import Batch
-from kvfold.distill.recipe.watch_section import Evaluate
+from kvfold.distill.recipe.recipe import Evaluate
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import state
 from kvfold.distill.stages.state import Progress
@@ -33,7 +28,7 @@ from kvfold.eval.run import evaluate
 from kvfold.eval.windows import TextWindows
 from kvfold.texts.corpus import Text, read_text
 
-from ...support.distillation import launch, metrics, stop_at, weights
+from ...support.distillation import command, curve, interrupt, launch, metrics, weights, write_recipe
 from ..conftest import MakeRecipe
 
 
@@ -49,20 +44,20 @@ def test_it_finds_what_eval_finds_and_changes_nothing(
     plain = distill(make_recipe(output=str(tmp_path / "plain"))).output
     assert all(torch.equal(tensor, weights(plain)[name]) for name, tensor in weights(out).items())
 
-    curve = json.loads((out / "curve.json").read_text())
-    assert [point["step"] for point in curve["points"]] == [0, 4, 8, 10]
-    assert [point["tokens"] for point in curve["points"]] == [0, 768, 1536, 1920]
+    found = curve(out)
+    assert [point["step"] for point in found["points"]] == [0, 4, 8, 10]
+    assert [point["tokens"] for point in found["points"]] == [0, 768, 1536, 1920]
     result = evaluate(out, teacher, read_text(str(held)), Options(window=32, max_windows=6), student)
     assert result.ppl.teacher is not None
     assert result.ppl.parent is not None
     assert result.fidelity is not None
-    assert curve["teacher_perplexity"] == pytest.approx(result.ppl.teacher.perplexity, rel=1e-5)
-    assert curve["points"][0]["perplexity"] == pytest.approx(result.ppl.parent.perplexity, rel=1e-5)
-    last = curve["points"][-1]
+    assert found["teacher_perplexity"] == pytest.approx(result.ppl.teacher.perplexity, rel=1e-5)
+    assert found["points"][0]["perplexity"] == pytest.approx(result.ppl.parent.perplexity, rel=1e-5)
+    last = found["points"][-1]
     assert last["perplexity"] == pytest.approx(result.ppl.student.perplexity, rel=1e-2)  # stored in bfloat16
     assert last["kl"] == pytest.approx(result.fidelity.kl.mean, rel=3e-2)
     assert last["recovered_share"] == pytest.approx(result.ppl.recovered_share.value, abs=0.03)
-    assert curve["text_sha256"] == read_text(str(held)).sha256
+    assert found["text_sha256"] == read_text(str(held)).sha256
 
     lines = {line["step"]: line for line in metrics(out)}
     assert [step for step, line in lines.items() if "eval_perplexity" in line] == [4, 8, 10]
@@ -99,7 +94,7 @@ def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
     ]
     out = distill(make_recipe(stages=stages, evaluate={"source": str(held), "windows": 4})).output
     assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG"
-    points = json.loads((out / "curve.json").read_text())["points"]
+    points = curve(out)["points"]
     assert [(point["stage"], point["step"]) for point in points] == [("align", 0), ("align", 2), ("kl", 4)]
     assert all(math.isfinite(point["perplexity"]) for point in points)
 
@@ -107,10 +102,10 @@ def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
 def test_without_matplotlib_there_are_the_numbers(
     make_recipe: MakeRecipe, held: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvfold.distill.watch.perplexity_curve.find_spec", lambda name: None)
+    monkeypatch.setattr("kvfold.distill.watch.evaluation.find_spec", lambda name: None)
     out = distill(make_recipe(tokens=192, evaluate={"source": str(held), "windows": 4})).output
     assert not (out / "curve.png").exists()
-    assert len(json.loads((out / "curve.json").read_text())["points"]) == 2
+    assert len(curve(out)["points"]) == 2
     assert "pip install 'kvfold[report]'" in caplog.text
 
 
@@ -121,7 +116,7 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path)
     learns = {**common, "name": "learns", "tokens": 576, "lr": 1e-3}
     destroys = {**common, "name": "destroys", "tokens": 192, "lr": 5.0, "grad_clip": None}
     out = distill(make_recipe(evaluate=section, stages=[learns, destroys])).output
-    points = json.loads((out / "curve.json").read_text())["points"]
+    points = curve(out)["points"]
     best, last = min(points, key=lambda point: point["perplexity"]), points[-1]
     assert points[0]["perplexity"] > best["perplexity"]
     assert best["perplexity"] < 0.5 * last["perplexity"]
@@ -151,18 +146,12 @@ def test_the_start_stays_where_nothing_beats_it(
     """
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
     recipe = make_recipe(evaluate=section, tokens=576, lr=5.0, losses={"ce": 1.0}, warmup=0, grad_clip=None)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe.resolved()), encoding="utf-8")
-    done = CliRunner().invoke(main, [str(file)])
+    file = write_recipe(recipe, tmp_path / "recipe.yaml")
+    done = command(file)
     assert done.exit_code == 0, done.output
     assert "no trained weights are better than the start on held-out text" in done.stderr
-    worse = [
-        line
-        for line in done.stderr.splitlines()
-        if "if it stays above, the lr of stage kl is too high" in line
-    ]
-    assert len(worse) == 1
-    assert "after step 1 the perplexity of the held-out text is " in worse[0]
+    assert done.stderr.count("if it stays above, the lr of stage kl is too high") == 1
+    assert "after step 1 the perplexity of the held-out text is " in done.stderr
     assert "(after step 0)" in done.stdout
     out = tmp_path / "out"
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -170,31 +159,21 @@ def test_the_start_stays_where_nothing_beats_it(
     told = read_record(out)
     assert told is not None
     assert told["stage"] == "distill"
-    found, points = told["distill"]["evaluation"], json.loads((out / "curve.json").read_text())["points"]
+    found, points = told["distill"]["evaluation"], curve(out)["points"]
     assert (found["kept"], found["step"], found["perplexity"]) == ("start", 0, points[0]["perplexity"])
     assert all(point["perplexity"] > points[0]["perplexity"] for point in points[1:])
-    worse = CliRunner().invoke(
-        main, [str(file), "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}"]
-    )
-    assert (
-        worse.exit_code,
-        "training made the student worse on held-out text; use a lower lr" in worse.stderr,
-    ) == (
-        0,
-        True,
-    )
+    last = command(file, "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}")
+    assert last.exit_code == 0
+    assert "training made the student worse on held-out text; use a lower lr" in last.stderr
 
 
 def test_another_held_out_text_is_refused_on_the_way(
-    make_recipe: MakeRecipe, held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_recipe: MakeRecipe, held: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "held.txt"
     text.write_bytes(held.read_bytes())
     recipe = make_recipe(evaluate={"source": str(text), "every": 2, "windows": 4})
-    with monkeypatch.context() as patch:
-        stop_at(patch, 3, signal.SIGTERM)
-        with pytest.raises(Interrupted):
-            distill(recipe)
+    interrupt(recipe, 3)
     text.write_text("another " + held.read_text(), encoding="utf-8")
     with pytest.raises(
         InvalidInput, match=r"evaluate\.source .* is not the text that .*out\.partial was started with"
@@ -269,7 +248,7 @@ def test_it_goes_with_every_way_of_training(
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
     out = distill(make_recipe(tokens=576, evaluate=section, **settings)).output
     plain = distill(make_recipe(tokens=576, output=str(tmp_path / "plain"), **settings)).output
-    points = json.loads((out / "curve.json").read_text())["points"]
+    points = curve(out)["points"]
     assert [point["step"] for point in points] == [0, 1, 2, 3]
     best = min(points, key=lambda point: point["perplexity"])
     found = evaluate(out, None, read_text(str(held)), Options(window=32, max_windows=4))
@@ -289,10 +268,8 @@ def test_after_a_streamed_stage_there_is_no_fold_to_compare_with(make_recipe: Ma
     }
     section = {"source": str(held), "windows": 4, "keep": "best"}
     out = distill(make_recipe(stages=[stream, {**common, "name": "kl"}], evaluate=section)).output
-    points = json.loads((out / "curve.json").read_text())["points"]
+    points = curve(out)["points"]
     assert [(point["step"], point["recovered_share"]) for point in points] == [(1, None), (2, None)]
-    with pytest.raises(ValueError, match="evaluate needs a stage with the whole student in memory"):
-        make_recipe(stages=[stream], evaluate=section)
 
 
 def test_a_cached_teacher_is_compared_with_too(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:
@@ -361,9 +338,7 @@ def test_two_processes_find_what_one_finds(
     assert (
         launch(make_recipe(stages=stages, evaluate=section, output=str(tmp_path / "together")), profile) == 0
     )
-    one, other = (
-        json.loads((path / "curve.json").read_text())["points"] for path in (alone, tmp_path / "together")
-    )
+    one, other = (curve(path)["points"] for path in (alone, tmp_path / "together"))
     assert [point["step"] for point in one] == [0, 2, 3, 4, 6]
     for mine, theirs in zip(one, other, strict=True):
         for key in ("step", "tokens", "perplexity", "kl", "same_top1"):

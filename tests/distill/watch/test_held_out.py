@@ -12,6 +12,7 @@ from kvfold.distill.run.job import distill
 from kvfold.distill.watch.held_out import _are_seen
 from kvfold.texts.corpus import Text
 
+from ...support.distillation import curve
 from ..conftest import MakeRecipe
 
 
@@ -54,7 +55,6 @@ def test_the_held_out_half_of_the_standard_library_is_apart(make_recipe: MakeRec
             {"source": "HELD", "seq_len": 65},
             "evaluate.seq_len 65 exceeds the 64 positions of the student",
         ),
-        ({"source": "SHORT"}, "a window of 32 takes 31 of them; evaluate.seq_len 12 would fit"),
         (
             {"source": "wikitext2-gptq-48", "seq_len": 32},
             "has windows of 48 tokens; leave out evaluate.seq_len 32",
@@ -70,9 +70,8 @@ def test_mistakes_are_named(
     section: dict[str, Any],
     message: str,
 ) -> None:
-    (tmp_path / "short.txt").write_text("eleven char", encoding="utf-8")
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": held.read_text()}), encoding="utf-8")
-    names = {"HELD": held, "SHORT": tmp_path / "short.txt", "JSONL": tmp_path / "held.jsonl"}
+    names = {"HELD": held, "JSONL": tmp_path / "held.jsonl"}
     section["source"] = str(names.get(section["source"], section["source"]))
     if section["source"].startswith("wikitext2"):
         monkeypatch.setattr(
@@ -89,7 +88,7 @@ def test_fields_of_a_file_are_documents(make_recipe: MakeRecipe, held: Path, tmp
     points = {}
     for name, section in recipes.items():
         distill(make_recipe(tokens=192, output=str(tmp_path / name), evaluate={**section, "windows": 4}))
-        points[name] = json.loads((tmp_path / name / "curve.json").read_text())["points"]
+        points[name] = curve(tmp_path / name)["points"]
     assert points["plain"] == points["fields"]
 
 

@@ -1,13 +1,12 @@
 """Trackers get what metrics.jsonl gets, on this machine, and a resumed run reports nothing twice."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.recipe.watch_section import TrackerName
+from kvfold.distill.recipe.recipe import TrackerName
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import state
 from kvfold.distill.watch import trackers
@@ -58,23 +57,22 @@ def test_tensorboard_is_told(
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.skipif(find_spec("trackio") is None, reason="pip install trackio")
-def test_trackio_is_told_and_stays_here(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "variable", "file"),
+    [("trackio", "TRACKIO_DIR", "kvfold.db"), ("wandb", "WANDB_MODE", "offline-run-*/*.wandb")],
+)
+def test_other_trackers_are_told_and_stay_here(
+    make_recipe: MakeRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    variable: str,
+    file: str,
 ) -> None:
-    monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    out = distill(make_recipe(trackers=["trackio"], tokens=384)).output
-    assert [file.name for file in (out / "trackers" / "trackio").glob("*.db")] == ["kvfold.db"]
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install wandb")
-def test_wandb_is_told_and_stays_here(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    out = distill(make_recipe(trackers=["wandb"], tokens=384)).output
-    assert [file.suffix for file in (out / "trackers" / "wandb").glob("offline-run-*/*.wandb")] == [".wandb"]
+    pytest.importorskip(name, reason=f"pip install {name}")
+    monkeypatch.delenv(variable, raising=False)
+    out = distill(make_recipe(trackers=[name], tokens=384)).output
+    assert len(list((out / "trackers" / name).glob(file))) == 1
     assert capsys.readouterr().out == ""
 
 

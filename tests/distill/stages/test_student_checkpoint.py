@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvfold.distill.stages import fair_rounding
-from kvfold.distill.stages.fair_rounding import round_fairly
+from kvfold.distill.stages import student_checkpoint
+from kvfold.distill.stages.student_checkpoint import round_fairly
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -50,7 +50,7 @@ def test_random_numbers_follow_from_the_name(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(found, round_fairly(weight, torch.bfloat16, "a"))
     assert not torch.equal(found, round_fairly(weight, torch.bfloat16, "b"))
     assert found.shape == weight.shape
-    monkeypatch.setattr(fair_rounding, "_AT_ONCE", 16)
+    monkeypatch.setattr(student_checkpoint, "_AT_ONCE", 16)
     assert ((round_fairly(weight, torch.bfloat16, "a").float() - weight).abs() <= 2.0**-8).all()
 
 
