@@ -290,7 +290,8 @@ def what_would_fit(rows: Sequence[Row], bounds: Bounds) -> dict[str, Any]:
 
     def largest(name: str) -> tuple[int | None, str | None]:
         def fails(row: Row, size: int) -> bool:
-            changed = replace(bounds, **{name: size})
+            sizes: dict[str, Any] = {name: size}
+            changed = replace(bounds, **sizes)
             return not changed.hold(_needed(row.candidate, changed, row.kind))
 
         # As many sizes from 1 on fit.
