@@ -195,7 +195,8 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
 
 
 def _row(name: str, model: ModelSummary) -> list[str]:
-    cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
+    elements = model.elements_per_token_per_layer
+    cached = "" if elements is None else f"{elements:,.10g}"
     return [name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)]
 
 
