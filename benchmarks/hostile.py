@@ -72,6 +72,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 UNFINISHED = {
     "out.partial": ("convert",), "trained.partial": ("distill",), "e.json.partial": ("eval resumed",),
 }  # fmt: skip
+# Commands that go on from kept work, which is of checkpoints without more code than they had.
+_RESUMED = ("eval cache", "eval resumed")
 # Files, and the commands that read them.
 FILES: dict[str, tuple[str, ...]] = {
     "source/config.json": ("convert", "convert mla", "plan", "eval source"),
@@ -242,7 +244,8 @@ def run_case(case: Case, originals: Path, scene: Path) -> tuple[int | None, list
         place = scene / name
         if case.command not in commands or (name == "out.partial" and not case.file.startswith(name)):
             shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
-    if case.command.partition(" ")[0] not in ("verify", "publish"):  # which refuse any code
+    # verify and publish refuse any code
+    if case.command.partition(" ")[0] not in ("verify", "publish") and case.command not in _RESUMED:
         for directory in ("source", "fold", "remote"):
             (scene / directory / "evil.py").write_text(CANARY)
     if case.file:

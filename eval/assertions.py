@@ -141,13 +141,10 @@ def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) ->
         InvalidInput: a number would be undefined without one of them.
     """
     for assertion in assertions:
+        path = ".".join((*assertion.path[1:], ""))
         for role, reason in missing.items():
-            if any(assertion.path[1:][: len(start)] == start for start in map(_split, _READ_FROM[role])):
+            if path.startswith(tuple(f"{start}." for start in _READ_FROM[role])):
                 raise InvalidInput(f"--assert {assertion.text!r} can never hold: {reason}")
-
-
-def _split(path: str) -> tuple[str, ...]:
-    return tuple(path.split("."))
 
 
 def short_names(suites: Sequence[str]) -> list[str]:

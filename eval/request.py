@@ -17,45 +17,54 @@ from .result import Result
 from .run import evaluate, reserved
 
 
-def measure(request: EvalRequest, journal: WorkDir, assertions: Sequence[Assertion] = ()) -> Result:
-    """Return what the suites of a request find.
+def run_request(
+    request: EvalRequest, out: Path | None = None, assertions: Sequence[Assertion] = ()
+) -> Result:
+    """Return what the suites of a request find, and write it to a file where one is named.
 
     Args:
         request: what to measure.
+        out: the JSON report, from which an interrupted evaluation is resumed; None for none.
         assertions: that the caller will check on the result.
-        journal: what an interrupted evaluation of the same has measured already.
 
     Raises:
-        InvalidInput: a checkpoint or the text cannot be used, a suite refuses, or an assertion is about a
-            model that is missing.
+        InvalidInput: a checkpoint or the text cannot be used, a suite refuses, an assertion is about a model
+            that is missing, or the file exists or cannot be written.
     """
-    with together():
-        content = None if request.text is None else read_text(request.text, request.rows)
-        student = resolve(request.model)
-        source = source_directory(student) if request.teacher is None else resolve(request.teacher)
-        if source is None:
-            notice(
-                f"{student} has no kvfold.json that names a teacher; choose one with --teacher to compare "
-                "with it"
-            )
-        parent = folded_parent(student)
-        kept = {
-            "--teacher-cache": request.teacher_cache,
-            "--offload-dir": request.offload_dir,
-            "--task-cache": request.task_cache,
-        }
-        check_outside(kept, (student, source, parent))
-        check_models(assertions, _missing(student, source, parent))
-    return evaluate(
-        student,
-        source,
-        content,
-        request.options,
-        parent,
-        suites=request.suites,
-        settings=request,
-        journal=journal,
-    )
+    with ExitStack() as stack:
+        with together():
+            reserving = reserved(out) if out is not None and is_first() else nullcontext((WorkDir(), None))
+            journal, write = stack.enter_context(reserving)
+        with together():
+            content = None if request.text is None else read_text(request.text, request.rows)
+            student = resolve(request.model)
+            source = source_directory(student) if request.teacher is None else resolve(request.teacher)
+            if source is None:
+                notice(
+                    f"{student} has no kvfold.json that names a teacher; choose one with --teacher to "
+                    "compare with it"
+                )
+            parent = folded_parent(student)
+            kept = {
+                "--teacher-cache": request.teacher_cache,
+                "--offload-dir": request.offload_dir,
+                "--task-cache": request.task_cache,
+            }
+            check_outside(kept, (student, source, parent))
+            check_models(assertions, _missing(student, source, parent))
+        result = evaluate(
+            student,
+            source,
+            content,
+            request.options,
+            parent,
+            suites=request.suites,
+            settings=request,
+            journal=journal,
+        )
+        if write is not None:
+            write(result.to_text())
+    return result
 
 
 def _missing(student: Path, source: Path | None, parent: Path | None) -> dict[str, str]:
@@ -74,26 +83,3 @@ def _missing(student: Path, source: Path | None, parent: Path | None) -> dict[st
     if source is None:
         missing["teacher"] = f"{student} has no teacher; choose one with --teacher"
     return missing
-
-
-def run_request(
-    request: EvalRequest, out: Path | None = None, assertions: Sequence[Assertion] = ()
-) -> Result:
-    """Return what the suites of a request find, and write it to a file where one is named.
-
-    Args:
-        request: what to measure.
-        out: the JSON report, from which an interrupted evaluation is resumed; None for none.
-        assertions: that the caller will check on the result.
-
-    Raises:
-        InvalidInput: as `measure`; or the file exists, or cannot be written.
-    """
-    with ExitStack() as stack:
-        with together():
-            reserving = reserved(out) if out is not None and is_first() else nullcontext((WorkDir(), None))
-            journal, write = stack.enter_context(reserving)
-        result = measure(request, journal, assertions)
-        if write is not None:
-            write(result.to_text())
-    return result

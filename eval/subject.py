@@ -1,7 +1,6 @@
 """The subject of an evaluation: checkpoints by role, loaded on demand, and the text as windows and scores."""
 
 import gc
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -143,7 +142,11 @@ class Subject:
         """
         if role not in self._loaded:
             if self.one_at_a_time:
-                self._release()
+                self._loaded.clear()
+                self.stored = None
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
             loaded = self._loaded[role] = load(self.paths[role], self.options, multimodal=True)
             self.check_unchanged(role)
             if role == "student" and self.options.cache_dtype is not None:
@@ -187,10 +190,6 @@ class Subject:
         made: Made = self._made[make]
         return made
 
-    def identity(self, role: str) -> str:
-        """Return the hash of the files that decide what the model computes."""
-        return self.checkpoints[role].identity
-
     def described(self, role: str) -> Described:
         """Return the model's tokenizer and configuration without its weights."""
         return self._described[role]
@@ -199,10 +198,6 @@ class Subject:
     def limit(self) -> Limit:
         """Return the positions that every model has."""
         return limit_of(self._described.values())
-
-    def config(self, role: str) -> dict[str, Any]:
-        """Return the model's config.json."""
-        return dict(json.loads((self.paths[role] / "config.json").read_text(encoding="utf-8")))
 
     def stored_dtype(self, role: str) -> str:
         """Return the dtype of the weights in the checkpoint."""
@@ -299,13 +294,6 @@ class Subject:
         models = {role: checkpoint.identity for role, checkpoint in self.checkpoints.items()}
         text = {} if self.text is None else {"text": [self.text.name, self.text.sha256]}
         return {**models, **text, **options, "versions": versions()}
-
-    def _release(self) -> None:
-        self._loaded.clear()
-        self.stored = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def asked_of(settings: Settings | None, kind: type[S]) -> S:

@@ -225,14 +225,10 @@ def _fill(text: Text, ids: list[int], sizes: list[int], body: int, with_bos: boo
     found = len(ids) // body
     if not found:
         fitting = len(ids) + with_bos
+        way = f"--window {fitting}"
         if text.window is not None:
-            advice = (
-                f"--text {text.name.rpartition('-')[0]}-{fitting} would fit"
-                if fitting >= 2
-                else "give a longer text"
-            )
-        else:
-            advice = f"--window {fitting} would fit" if fitting >= 2 else "give a longer text"
+            way = f"--text {text.name.rpartition('-')[0]}-{fitting}"
+        advice = f"{way} would fit" if fitting >= 2 else "give a longer text"
         raise InvalidInput(
             f"{text.name} has {len(ids)} tokens, but a window of {body + with_bos} takes {body} of them; "
             f"{advice}"

@@ -389,7 +389,7 @@ def report(
         >>> kvfold.report([work / "folded"], work / "report.html").name
         'report.html'
     """
-    from .eval.page.report_page import write_page
+    from .eval.page.document import write_page
 
     places = directories_of(directories)
     return write_page(places, Path(text_of(out, "out")), optional_path(png, "png")).file

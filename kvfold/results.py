@@ -66,13 +66,21 @@ class Folded(Tabular):
         Raises:
             InvalidInput: it cannot be loaded whole, or there is no such device.
         """
+        import torch
+
         from .models.causal_lm import load
-        from .models.load_options import LoadOptions
+        from .models.load_options import DEVICES, LoadOptions
 
         kind, place = str(dtype).removeprefix("torch."), str(device)
         if kind not in _LOADED_DTYPES:
             raise InvalidInput(f"dtype is {shorten(dtype)}; it should be one of {', '.join(_LOADED_DTYPES)}")
-        _check_device(place, device)
+        if not re.fullmatch(rf"{'|'.join(DEVICES)}|cuda:[0-9]+", place):
+            raise InvalidInput(
+                f"device is {shorten(device)}; it should be one of {', '.join(DEVICES)}, or cuda:N"
+            )
+        count, number = torch.cuda.device_count(), place.partition(":")[2]
+        if number and int(number) >= count > 0:
+            raise InvalidInput(f"device is {shorten(device)}; torch finds cuda:0 to cuda:{count - 1} here")
         kind = str(self.record["dtype"]) if kind == "auto" else kind
         return load(self.directory, LoadOptions(dtype=kind, device=place), multimodal=True).model
 
@@ -98,20 +106,6 @@ class Folded(Tabular):
             rows.append(("predicted loss", f"{self.predicted_loss:.4f} nats per token"))
         rows += [("note", text) for text in self.notices]
         return Grid(str(self.directory), ("", ""), rows)
-
-
-def _check_device(place: str, given: object) -> None:
-    """Check that a device of `Folded.load` has a name, and a number that torch knows."""
-    import torch
-
-    from .models.load_options import DEVICES
-
-    if not re.fullmatch(rf"{'|'.join(DEVICES)}|cuda:[0-9]+", place):
-        raise InvalidInput(f"device is {shorten(given)}; it should be one of {', '.join(DEVICES)}, or cuda:N")
-    kind, _, number = place.partition(":")
-    count = torch.cuda.device_count()
-    if kind == "cuda" and number and int(number) >= count > 0:
-        raise InvalidInput(f"device is {shorten(given)}; torch finds cuda:0 to cuda:{count - 1} here")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -163,7 +163,8 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
         (f"this model{its_cache}", evaluation.student),
     ):
         if model is not None:
-            cached = "" if model.cache is None else f"{model.cache.elements_per_token_per_layer:,.10g}"
+            elements = model.elements_per_token_per_layer
+            cached = "" if elements is None else f"{elements:,.10g}"
             rows.append([name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)])
     paragraphs = [
         f"Measured by `kvfold eval` in one run, on the same windows: {as_code(protocol.name)}, "

@@ -33,7 +33,7 @@ def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bo
     shows the conversion from kvfold.json and the distillation from metrics.jsonl and curve.json. For each
     missing measurement it gives the command that makes it.
     """
-    from .report_page import write_page
+    from .document import write_page
 
     page = write_page(directories, out, png)
     if as_json:

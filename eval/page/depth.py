@@ -1,6 +1,6 @@
 """Figures of a fold layer by layer, from kvfold.json: planned and measured losses, spectra of the latent."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .canvas import LIGHT, figure, legend, plain_log, series, tip
 from .records import Found
@@ -32,14 +32,11 @@ def losses_by_layer(one: Found, number: int) -> "Figure | None":
     for (name, values), (colour, line, marker) in zip(lines.items(), looks, strict=True):
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if known:
-            style: dict[str, Any] = {
-                "marker": marker,
-                "linestyle": line,
-                "markersize": 3.5,
-                "linewidth": 1.4,
-                "color": colour,
-            }
-            tip(axes.plot(*zip(*known, strict=True), label=name, **style), name)
+            drawn_line = axes.plot(
+                *zip(*known, strict=True),
+                marker=marker, linestyle=line, markersize=3.5, linewidth=1.4, color=colour, label=name,
+            )  # fmt: skip
+            tip(drawn_line, name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="layer", ylabel="loss, nats per token")

@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...core.console import notice
 from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory, whole_file
 from ...core.untrusted import printable
 from ...core.version import __version__
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
-from .groups import Group
+from .groups import Group, read_groups
 from .sections import PageSection, sections
 
 
@@ -22,6 +24,51 @@ class PagePart:
 
     group: Group
     sections: tuple[PageSection, ...]
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """A page that was written.
+
+    Attributes:
+        file: the HTML file.
+        figures: how many figures are on it.
+        summary: what it shows, as plain values.
+    """
+
+    file: Path
+    figures: int
+    summary: dict[str, Any]
+
+
+def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> ReportPage:
+    """Write one page about several checkpoints.
+
+    Args:
+        directories: checkpoints, each with an eval.json.
+        out: the HTML file; must not exist.
+        png: a new directory for every figure as a PNG; None for none.
+
+    Raises:
+        InvalidInput: a library is missing, a place is taken, or a directory holds no evaluation.
+    """
+    lacking = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if lacking:
+        raise InvalidInput(
+            f"kvfold report needs {' and '.join(lacking)}; install it: pip install 'kvfold[report]'"
+        )
+    _check_places(out, png)
+    places = [directory.resolve() for directory in directories]
+    for number, directory in enumerate(directories):
+        if places[number] in places[:number]:
+            notice(f"{directory} is named more than once; the page shows it once")
+    groups = read_groups(directories)
+    for sentence in notices(groups):
+        notice(sentence)
+    parts = compose(groups)
+    pictures = write(parts, out, png)
+    figures = sum(len(section.charts) for part in parts for section in part.sections)
+    return ReportPage(out, figures, _summary(parts, out, pictures))
 
 
 def compose(groups: Sequence[Group]) -> tuple[PagePart, ...]:
@@ -52,8 +99,7 @@ def notices(groups: Sequence[Group]) -> list[str]:
     return found
 
 
-def render(parts: Sequence[PagePart]) -> str:
-    """Return the page as HTML."""
+def _render(parts: Sequence[PagePart]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -64,16 +110,16 @@ def render(parts: Sequence[PagePart]) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    template = environment.get_template("page.html")
-    return template.render(
+    texts = resources.files(__package__) / "templates"
+    return environment.get_template("page.html").render(
         parts=parts,
         notices=notices([part.group for part in parts]),
         light=LIGHT,
         dark=DARK,
         svg=to_svg,
         version=__version__,
-        style=_template("page.css"),
-        script=_template("page.js"),
+        style=(texts / "page.css").read_text(encoding="utf-8"),
+        script=(texts / "page.js").read_text(encoding="utf-8"),
     )
 
 
@@ -84,12 +130,8 @@ def _shown(value: Any) -> Any:
     return "\n".join(map(printable, value.split("\n")))
 
 
-def check_places(page: Path, pictures: Path | None) -> None:
-    """Check that the output can be written, before anything is drawn.
-
-    Raises:
-        InvalidInput: a path exists already, or its parent directory does not.
-    """
+def _check_places(page: Path, pictures: Path | None) -> None:
+    """Check that the output can be written, before anything is drawn."""
     for option, path in (("--out", page), ("--png", pictures)):
         if path is None:
             continue
@@ -113,10 +155,10 @@ def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[
     Raises:
         InvalidInput: a path exists or cannot be written.
     """
-    check_places(page, pictures)
+    _check_places(page, pictures)
     try:
         with whole_file(page) as temporary:
-            temporary.write_text(render(parts), encoding="utf-8")
+            temporary.write_text(_render(parts), encoding="utf-8")
             names = [] if pictures is None else _write_pictures(parts, pictures)
     except DiskError as error:
         raise InvalidInput(disk_sentence(error)) from None
@@ -138,11 +180,7 @@ def _write_pictures(parts: Sequence[PagePart], directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _template(name: str) -> str:
-    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def summary(parts: Sequence[PagePart], page: Path, pictures: Sequence[Path]) -> dict[str, Any]:
+def _summary(parts: Sequence[PagePart], page: Path, pictures: Sequence[Path]) -> dict[str, Any]:
     """Return the numbers on the page as plain values, for `--json`."""
     groups = []
     for part in parts:
@@ -166,10 +204,9 @@ def summary(parts: Sequence[PagePart], page: Path, pictures: Sequence[Path]) -> 
                 "missing": missing,
             }
         )
-    found = notices([part.group for part in parts])
     return {
         "page": str(page),
         "pictures": [str(path) for path in pictures],
-        "notices": found,
+        "notices": notices([part.group for part in parts]),
         "groups": groups,
     }

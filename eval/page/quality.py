@@ -270,12 +270,8 @@ def _line(axes: "Axes", points: Sequence[tuple[float, Estimate]], one: Found, nu
         [max(0.0, value.mean - value.low) if value.low is not None else 0.0 for _, value in points],
         [max(0.0, value.high - value.mean) if value.high is not None else 0.0 for _, value in points],
     ]
-    style: dict[str, Any] = {
-        "marker": "o",
-        "markersize": 3.5,
-        "linewidth": 1.4,
-        "capsize": 2,
-        "elinewidth": 1,
-    }
-    bars = axes.errorbar(places, values, yerr=sizes, color=series(number), label=brief(one.label), **style)
+    bars = axes.errorbar(
+        places, values, yerr=sizes, color=series(number), label=brief(one.label),
+        marker="o", markersize=3.5, linewidth=1.4, capsize=2, elinewidth=1,
+    )  # fmt: skip
     tip([bars.lines[0]], one.label)

@@ -141,15 +141,11 @@ def _speeds(
             )
             below = [max(0.0, speed.median - speed.q1) for _, speed in points]
             above = [max(0.0, speed.q3 - speed.median) for _, speed in points]
-            style: dict[str, Any] = {
-                "color": colour,
-                "marker": "o^sD"[place % 4],
-                "markersize": 4,
-                "linewidth": 1.4,
-            }
-            places = [context for context, _ in points]
-            values = [speed.median for _, speed in points]
-            bars = axes.errorbar(places, values, yerr=[below, above], capsize=2, elinewidth=0.8, **style)
+            bars = axes.errorbar(
+                [context for context, _ in points], [speed.median for _, speed in points],
+                yerr=[below, above], capsize=2, elinewidth=0.8, color=colour, marker="o^sD"[place % 4],
+                markersize=4, linewidth=1.4,
+            )  # fmt: skip
             bars.lines[0].set_label(f"{brief(name, 24)}, batch {batch}")
             tip([bars.lines[0]], f"{name}, batch {batch}")
     axes.set_xscale("log", base=2)

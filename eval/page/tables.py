@@ -78,7 +78,7 @@ def _overview_row(one: Found, is_source: bool) -> tuple[TableCell, ...]:
     fidelity = one.report.fidelity
     ratio = None if is_source else one.cache_ratio
     return (
-        _name(one),
+        _words(one.label),
         _words(target(one)),
         _number(ratio, f"{ratio:.2%}" if ratio is not None else ""),
         _number(ppl.student.perplexity if ppl else None),
@@ -166,7 +166,7 @@ def speeds(group: Group) -> Table | None:
     for one in group.everyone:
         found = one.report.block("speed", SpeedBlock)
         for cell in found.cells if found else ():
-            rows.append((_name(one), _count(cell.batch), _count(cell.context), *_speed_cells(cell)))
+            rows.append((_words(one.label), _count(cell.batch), _count(cell.context), *_speed_cells(cell)))
     return Table("Speed: median [quartiles]", columns, tuple(rows)) if rows else None
 
 
@@ -199,7 +199,7 @@ def retrieval(group: Group) -> Table | None:
         found = one.report.block("retrieval", RetrievalBlock)
         for kind, own in found.student.items() if found else ():
             theirs = found.teacher.get(kind) if found and found.teacher else None
-            rows.append((_name(one), _words(kind), *_needle_cells(own), *_needle_cells(theirs)))
+            rows.append((_words(one.label), _words(kind), *_needle_cells(own), *_needle_cells(theirs)))
     return Table("Needles found", columns, tuple(rows)) if rows else None
 
 
@@ -219,8 +219,8 @@ def ruler(group: Group) -> Table | None:
             assert found is not None
             for number, length in enumerate(found.lengths):
                 theirs = found.teacher.accuracy[task][number] if found.teacher else None
-                cells = (_percent(found.student.accuracy[task][number]), _percent_or_none(theirs))
-                rows.append((_name(one), _words(task), _count(length), *cells))
+                cells = (_percent(found.student.accuracy[task][number]), _percent(theirs))
+                rows.append((_words(one.label), _words(task), _count(length), *cells))
     return Table("RULER", columns, tuple(rows)) if rows else None
 
 
@@ -248,12 +248,8 @@ def tasks(group: Group) -> Table | None:
                 cells += [TableCell()] * 3
             else:
                 cells += [_count(flips.right_to_wrong), _count(flips.wrong_to_right), _number(flips.p_value)]
-            rows.append((_name(one), _words(name), _words(task.primary), *cells))
+            rows.append((_words(one.label), _words(name), _words(task.primary), *cells))
     return Table("Benchmark tasks", columns, tuple(rows)) if rows else None
-
-
-def _name(one: Found) -> TableCell:
-    return _words(one.label)
 
 
 def _words(text: str) -> TableCell:
@@ -270,12 +266,8 @@ def _count(value: float | None) -> TableCell:
     return TableCell() if value is None else TableCell(f"{value:,}", value)
 
 
-def _percent(value: float) -> TableCell:
-    return TableCell(f"{value:.0%}", value)
-
-
-def _percent_or_none(value: float | None) -> TableCell:
-    return TableCell() if value is None else _percent(value)
+def _percent(value: float | None) -> TableCell:
+    return TableCell() if value is None else TableCell(f"{value:.0%}", value)
 
 
 def _estimate(value: Estimate | None) -> TableCell:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.cost_blocks import CacheAtLength, CacheBlock, ModelCache
+from ...checkpoints.directory import read_config
 from ...convert.families.layers.layer_shapes import own_geometry
 from ...convert.families.recognition import (
     FAMILIES,
@@ -99,17 +100,7 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
     models: list[ModelCache] = [getattr(found, role) for role in roles]
     blank = [""] * (len(roles) - 1)
-    lines = [*_lines_per_token(found.student, models, blank), *_lines_per_context(found, models)]
-    if any(model.state_bytes for model in models):
-        shown = (f"{_human(model.state_bytes or 0)}, {model.growing_layers} layers grow" for model in models)
-        lines.append(["state of layers without attention", *shown])
-    if found.ratio is not None:
-        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *blank])
-    return lines
-
-
-def _lines_per_token(student: ModelCache, models: list[ModelCache], blank: list[str]) -> list[list[str]]:
-    """Return the lines about one token; `blank` are the cells of all models but the student."""
+    student, stored, kind = found.student, found.student.stored_dtype, found.student.cache_dtype
     lines = [
         ["cache, elements/token/layer", *(_number(model.elements_per_token_per_layer) for model in models)],
         ["  by config.json", *(_number(model.predicted_elements_per_token_per_layer) for model in models)],
@@ -117,24 +108,22 @@ def _lines_per_token(student: ModelCache, models: list[ModelCache], blank: list[
         [f"cache, bytes/token ({student.dtype})", *(_number(model.bytes_per_token) for model in models)],
     ]
     if student.quantised_bytes_per_token is not None:
-        label = f"cache, bytes/token ({student.cache_dtype} and its scales)"
+        label = f"cache, bytes/token ({kind} and its scales)"
         lines.append([label, _number(student.quantised_bytes_per_token), *blank])
-    return lines
-
-
-def _lines_per_context(found: CacheBlock, models: list[ModelCache]) -> list[list[str]]:
-    """Return the lines about whole sequences: their caches, and how many fit into `--memory`."""
-    stored, kind = found.student.stored_dtype, found.student.cache_dtype
     if kind is not None:
         stored = f"{kind}; of the others {stored}" if models[1:] else kind
-    lines = []
-    for number, context in enumerate(found.student.contexts):
+    for number, context in enumerate(student.contexts):
         sizes = [model.contexts[number] for model in models]
         label = f"cache of {context.tokens // 1024}k tokens ({stored})"
         lines.append([label, *(_human(size.bytes) for size in sizes)])
         if found.memory is not None:
             label = f"  sequences in {_human(found.memory)}"
             lines.append([label, *(str(size.largest_batch) for size in sizes)])
+    if any(model.state_bytes for model in models):
+        shown = (f"{_human(model.state_bytes or 0)}, {model.growing_layers} layers grow" for model in models)
+        lines.append(["state of layers without attention", *shown])
+    if found.ratio is not None:
+        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *blank])
     return lines
 
 
@@ -237,7 +226,7 @@ def _count(subject: Subject, role: str) -> dict[str, Any]:
 
 def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> ModelCache:
     path = subject.paths[role]
-    config = subject.config(role)
+    config = read_config(path)
     stored = subject.stored_dtype(role)
     itemsize = getattr(torch, stored).itemsize
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -280,22 +269,14 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[LayerCache], int]:
     states.append(getattr(cache, "linear_cache", ()))
     found = (part for state in states for part in (state.values() if isinstance(state, dict) else state))
     state_bytes = sum(part.nbytes for part in found if isinstance(part, Tensor))
-    return [LayerCache(_public_tensors(layer), _most(layer)) for layer in layers], state_bytes
-
-
-def _public_tensors(layer: Any) -> list[Tensor]:
-    """Return what a layer of a cache keeps; names with an underscore are scratch."""
-    kept = vars(layer).items()
-    return [value for name, value in kept if isinstance(value, Tensor) and not name.startswith("_")]
-
-
-def _most(layer: Any) -> int | None:
-    """Return the most tokens that a layer keeps; None for all.
-
-    transformers keeps one token less than the sliding window, since the next token is the query itself.
-    """
-    window = getattr(layer, "sliding_window", None)
-    return None if window is None else max(1, int(window) - 1)
+    kept = []
+    for layer in layers:
+        named = vars(layer).items()  # names with an underscore are scratch
+        tensors = [value for name, value in named if isinstance(value, Tensor) and not name.startswith("_")]
+        # transformers keeps one token less than the sliding window: the next token is the query itself.
+        window = getattr(layer, "sliding_window", None)
+        kept.append(LayerCache(tensors, None if window is None else max(1, int(window) - 1)))
+    return kept, state_bytes
 
 
 def _windows_of(loaded: Loaded) -> list[int]:

@@ -27,7 +27,8 @@ def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = N
     Returns:
         Logits (B, K, V) in the model's dtype, and the cache after these tokens.
     """
-    fewer = {} if last is None or not _can_keep_fewer(loaded) else {"logits_to_keep": last}
+    can_keep_fewer = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+    fewer = {} if last is None or not can_keep_fewer else {"logits_to_keep": last}
     place = {**positions_behind(loaded.model, cache, ids_BT), cache_argument(loaded.model): cache}
     output = loaded.model(input_ids=ids_BT, use_cache=True, **place, **fewer)
     logits_BKV: Tensor = output.logits if last is None else output.logits[:, -last:]
@@ -55,7 +56,3 @@ def read_prompts(loaded: Loaded, ids_BP: Tensor, role: str) -> tuple[Tensor, Any
 def greedy(logits_BKV: Tensor) -> Tensor:
     """Return the likeliest token (B, 1) after the last one read."""
     return logits_BKV[:, -1:].argmax(-1)
-
-
-def _can_keep_fewer(loaded: Loaded) -> bool:
-    return "logits_to_keep" in inspect.signature(loaded.model.forward).parameters

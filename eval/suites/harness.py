@@ -216,15 +216,7 @@ def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
 
 
 def _plain(loaded: Loaded, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the harness's result of a task, or of a group of tasks, as plain values.
-
-    Returns:
-        `samples` (documents), `shots`, and `metrics` by name: each has a `value`, and where it is a mean over
-        documents their `values` and `documents`, in the same order.
-
-    Raises:
-        InvalidInput: a log likelihood is not a number.
-    """
+    """Return the harness's result of a task, or of a group of tasks, as `run` describes it."""
     metrics: dict[str, dict[str, Any]] = {}
     documents = set()
     for task, samples in found["samples"].items():

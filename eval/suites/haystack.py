@@ -67,20 +67,29 @@ def prose() -> tuple[str, ...]:
     )
 
 
-class Haystack:
-    """A generator of prompts for one tokenizer."""
+class Prompter:
+    """The prose in the tokens of one tokenizer.
 
-    def __init__(self, path: Path, tokenizer: Any, keys: int) -> None:
-        """Tokenise the prose once.
+    Args:
+        path: the checkpoint, for messages.
+        tokenizer: its tokenizer.
+    """
 
-        Args:
-            path: the checkpoint, for messages.
-            tokenizer: its tokenizer.
-            keys: number of keys in a prompt of the kind `multikey`.
-        """
-        self._path, self._tokenizer, self._keys = path, tokenizer, keys
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self._path, self._tokenizer = path, tokenizer
         self._sentences = [self._tokens(" " + sentence) for sentence in prose()]
         self._head = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+class Haystack(Prompter):
+    """A generator of prompts for one tokenizer, with `keys` keys in those of the kind `multikey`."""
+
+    def __init__(self, path: Path, tokenizer: Any, keys: int) -> None:
+        super().__init__(path, tokenizer)
+        self._keys = keys
 
     def sample(self, kind: str, length: int, depth: float, seed: str) -> NeedlePrompt:
         """Draw a prompt of `length` - `STEPS` tokens.
@@ -148,9 +157,6 @@ class Haystack:
     def _needle(self, name: str, key: str) -> list[int]:
         again = "" if name else f" Remember: the secret number is {key}."
         return self._tokens(f" The secret number{name} is {key}.{again}")
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def draw_filler(sentences: Sequence[list[int]], draw: random.Random, room: int) -> list[list[int]]:

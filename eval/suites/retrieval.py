@@ -6,14 +6,20 @@ candidates, the text raises the likelihood of the right key most; it also distin
 small to generate the key. The gain is log p(key | text, question) - log p(key | question), which cancels the
 prior likelihood of the digits (Holtzman et al. 2021, arXiv 2104.08315).
 
-Legend: B prompts of a batch, C candidates.
+Legend: B prompts of a batch, P tokens of a prompt, T tokens of a key, C candidates, K positions with logits,
+V vocabulary.
 """
 
+import copy
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ...checkpoints.quality_blocks import (
     Estimate,
@@ -24,12 +30,13 @@ from ...checkpoints.quality_blocks import (
     RetrievalBlock,
 )
 from ...core.console import progress
+from ...models.causal_lm import Loaded
 from ..estimate import estimate, proportion, proportion_difference
 from ..scores import UNQUANTISED
 from ..subject import Subject
-from .answers import answer, rank
 from .catalogue import RetrievalSettings
-from .haystack import CANDIDATES, KINDS, Haystack, NeedlePrompt, prose
+from .decoding import greedy, read, read_prompts
+from .haystack import CANDIDATES, KINDS, STEPS, Haystack, NeedlePrompt, prose
 
 LONGEST = 4096
 
@@ -57,22 +64,12 @@ def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check_room(subject: Subject) -> None:
-    """Check that the prompts fit into every model's positions.
-
-    Raises:
-        InvalidInput: a length exceeds a model's positions or has no room for the keys, or the tokenizer does
-            not distinguish numbers.
-    """
+    """Check that the prompts fit into every model's positions."""
     subject.once(_prompts)
 
 
 def measure(subject: Subject) -> RetrievalBlock:
-    """Ask every model for the keys of the same prompts.
-
-    Raises:
-        InvalidInput: a length exceeds a model's positions or has no room for the keys, the tokenizer does not
-            distinguish numbers, or logits are not finite.
-    """
+    """Ask every model for the keys of the same prompts."""
     prompts, depths = subject.once(_prompts), _depths(subject.asked(RetrievalSettings).retrieval_depths)
     roles = subject.roles if subject.options.cache_dtype is None else (*subject.roles, UNQUANTISED)
     units = [(role, *unit) for role in roles for unit in prompts]
@@ -128,14 +125,74 @@ def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[s
     return {"exact": exact, "rank": ranks}
 
 
-def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> NeedleMap:
-    """Return the map of one kind of needle.
+@torch.inference_mode()
+def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -> tuple[list[str], Tensor]:
+    """Return a model's answers to prompts of one length.
 
     Args:
-        lengths: tokens of prompt and answer.
-        depths: 0 to 1.
-        rows: the answers at each length, sorted by depth.
+        loaded: the model.
+        batch: B prompts, read at once without padding.
+        role: name of the model in messages.
+
+    Returns:
+        The first digits that it generates greedily after each prompt, and the gain (B, C) in the log
+        likelihood of each candidate by the text, nats, float64.
+
+    Raises:
+        InvalidInput: the logits are not finite.
     """
+    device = loaded.device
+    ids_BP = torch.tensor([sample.ids for sample in batch], device=device)
+    logits_BKV, cache = read_prompts(loaded, ids_BP, role)
+    columns = zip(*(sample.candidates for sample in batch), strict=True)
+    # Each candidate in turn reads a copy of the cache, so that at most two caches are in memory.
+    score_BC = torch.stack([_score(loaded, cache, logits_BKV, column) for column in columns], 1)
+    score_BC -= torch.stack([_without_text(loaded, sample) for sample in batch])
+    generated = []
+    for _ in range(STEPS):
+        generated.append(greedy(logits_BKV))
+        logits_BKV, cache = read(loaded, generated[-1].to(device), cache, last=1)
+    texts = loaded.tokenizer.batch_decode(torch.cat(generated, 1))
+    return [match[0] if (match := re.search(r"\d+", text)) else "" for text in texts], score_BC
+
+
+def _without_text(loaded: Loaded, sample: NeedlePrompt) -> Tensor:
+    """Return the log likelihood (C,) of each candidate after the question alone, float64."""
+    count = len(sample.candidates[0])
+    ids_CP = torch.tensor(
+        [[*sample.question, *candidate] for candidate in sample.candidates], device=loaded.device
+    )
+    logits_CKV = read(loaded, ids_CP[:, :-1], last=count)[0].double()
+    keys_CT = ids_CP[:, -count:].to(logits_CKV.device)
+    return logits_CKV.log_softmax(-1).gather(-1, keys_CT[..., None])[..., 0].sum(1).cpu()
+
+
+def rank(score_BC: Tensor) -> Tensor:
+    """Return the rank (B,) of each row's first entry, 1 for the greatest; a tie counts one half."""
+    right_B1, others_BC = score_BC[:, :1], score_BC[:, 1:]
+    return 1 + (others_BC > right_B1).sum(1) + 0.5 * (others_BC == right_B1).sum(1)
+
+
+def _score(loaded: Loaded, cache: Any, last_BKV: Tensor, keys: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return the log likelihood (B,) of a key after each prompt, float64.
+
+    The keys of a batch may differ in length.
+    """
+    longest = max(map(len, keys))
+    ids_BT = torch.tensor([[*key, *[0] * (longest - len(key))] for key in keys], device=last_BKV.device)
+    counts_BT = torch.tensor(
+        [[number < len(key) for number in range(longest)] for key in keys], device=last_BKV.device
+    )
+    logits_BTV = last_BKV
+    if longest > 1:
+        more_BKV, _ = read(loaded, ids_BT[:, :-1].to(loaded.device), copy.deepcopy(cache))
+        logits_BTV = torch.cat([last_BKV, more_BKV], 1)
+    scores_BT = logits_BTV.double().log_softmax(-1).gather(-1, ids_BT[..., None])[..., 0]
+    return (scores_BT * counts_BT).sum(1).cpu()
+
+
+def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> NeedleMap:
+    """Return the map of one kind of needle from the answers at each length, sorted by depth."""
     samples = len(rows[0]["exact"]) // len(depths)
 
     def cells(name: str) -> list[list[list[float]]]:
@@ -172,22 +229,22 @@ def _differences(
     found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], other: str
 ) -> dict[str, NeedleDifference] | None:
     """Return student - another role by kind of needle; None where that role was not asked."""
-    return {kind: _difference(found, kind, other) for kind in KINDS} if other in found else None
+    if other not in found:
+        return None
 
+    def exact(role: str, kind: str) -> list[float]:
+        return [each for row in found[role][kind] for each in row["exact"]]
 
-def _difference(
-    found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], kind: str, other: str
-) -> NeedleDifference:
-    def all_of(role: str, name: str) -> list[float]:
-        return [each for row in found[role][kind] for each in row[name]]
+    def right(role: str, kind: str) -> list[float]:
+        return [float(each == 1) for row in found[role][kind] for each in row["rank"]]
 
-    def right(role: str) -> list[float]:
-        return [float(each == 1) for each in all_of(role, "rank")]
-
-    return NeedleDifference(
-        proportion_difference(all_of("student", "exact"), all_of(other, "exact")),
-        proportion_difference(right("student"), right(other)),
-    )
+    return {
+        kind: NeedleDifference(
+            proportion_difference(exact("student", kind), exact(other, kind)),
+            proportion_difference(right("student", kind), right(other, kind)),
+        )
+        for kind in KINDS
+    }
 
 
 def _depths(count: int) -> tuple[float, ...]:

@@ -44,11 +44,7 @@ def rows(found: RulerBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check_room(subject: Subject) -> None:
-    """Check that the prompts fit into every model's positions.
-
-    Raises:
-        InvalidInput: a length exceeds a model's positions or has no room for a task.
-    """
+    """Check that the prompts fit into every model's positions."""
     prompts = subject.once(_prompts)
     fitting = {task for task, _ in prompts}
     left_out = [name for name in _tasks(subject.asked(RulerSettings)) if name not in fitting]
@@ -58,12 +54,7 @@ def check_room(subject: Subject) -> None:
 
 
 def measure(subject: Subject) -> RulerBlock:
-    """Give every model the same prompts.
-
-    Raises:
-        InvalidInput: a length exceeds a model's positions or has no room for a task, or logits are not
-            finite.
-    """
+    """Give every model the same prompts."""
     prompts = subject.once(_prompts)
     tasks = tuple(dict.fromkeys(task for task, _ in prompts))
     lengths = sorted({length for _, length in prompts})
@@ -108,11 +99,7 @@ def _ask(subject: Subject, role: str, prompts: Sequence[RulerPrompt]) -> list[fl
 
 
 def _continued(loaded: Loaded, ids_BP: Tensor, steps: int, role: str) -> Tensor:
-    """Return the tokens (B, steps) that a model writes behind prompts; their cache is freed.
-
-    Raises:
-        InvalidInput: the logits are not finite.
-    """
+    """Return the tokens (B, steps) that a model writes behind prompts; their cache is freed."""
     logits_BKV, cache = read_prompts(loaded, ids_BP, role)
     generated = [greedy(logits_BKV)]
     while len(generated) < steps:

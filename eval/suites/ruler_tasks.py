@@ -8,14 +8,13 @@ are left out.
 import random
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from ...core.errors import InvalidInput
-from .haystack import NAMES, draw_filler, hide, prose
+from .haystack import NAMES, Prompter, draw_filler, hide, prose
 
 KEYS, VALUES, HOPS = 4, 4, 4
 COMMON, FREQUENT = 10, 3  # words that are asked for
@@ -98,19 +97,8 @@ class _Parts:
     dense: Callable[[int], str] | None = None
 
 
-class RulerTasks:
+class RulerTasks(Prompter):
     """A generator of prompts for one tokenizer."""
-
-    def __init__(self, path: Path, tokenizer: Any) -> None:
-        """Tokenise the filler once.
-
-        Args:
-            path: the checkpoint, for messages.
-            tokenizer: its tokenizer.
-        """
-        self._path, self._tokenizer = path, tokenizer
-        self._sentences = [self._tokens(" " + sentence) for sentence in prose()]
-        self._head = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
     def sample(self, task: str, length: int, seed: str) -> RulerPrompt:
         """Draw a prompt that has, with its answer, exactly `length` tokens.
@@ -151,9 +139,6 @@ class RulerTasks:
             low, high = (middle, high) if len(self._tokens(dense(middle))) <= room else (low, middle)
         return self._tokens(dense(low)) if low else []
 
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
 
 def score(text: str, answers: tuple[str, ...]) -> float:
     """Return the proportion of the answers that a text contains, case ignored, as RULER counts it."""
@@ -166,14 +151,6 @@ def _number(draw: random.Random) -> str:
 
 def _needle(name: str, number: str) -> str:
     return f" The secret number of the {name} is {number}."
-
-
-def _single(draw: random.Random, _: int) -> _Parts:
-    return _one_of(draw, 1)
-
-
-def _multikey(draw: random.Random, _: int) -> _Parts:
-    return _one_of(draw, KEYS)
 
 
 def _one_of(draw: random.Random, keys: int) -> _Parts:
@@ -276,20 +253,14 @@ def _codes(draw: random.Random, count: int, letters: int, alphabet: str) -> list
 def _vocabulary() -> list[str]:
     """Return the lower-case words of 5 to 9 letters of the filler, none part of another."""
     words = sorted(set(re.findall(r"\b[a-z]{5,9}\b", " ".join(prose()))))
-    return list(_unnested(words))
-
-
-def _unnested(words: list[str]) -> Iterator[str]:
     joined = " ".join(words)
-    for word in words:
-        if joined.count(word) == 1:
-            yield word
+    return [word for word in words if joined.count(word) == 1]
 
 
 # The prompts of each task: its needles, question and answers from a generator and the length of the prompt.
 TASKS: dict[str, Callable[[random.Random, int], _Parts]] = {
-    "niah_single": _single,
-    "niah_multikey": _multikey,
+    "niah_single": lambda draw, _: _one_of(draw, 1),
+    "niah_multikey": lambda draw, _: _one_of(draw, KEYS),
     "niah_multivalue": _multivalue,
     "niah_multiquery": _multiquery,
     "vt": _variables,

@@ -66,20 +66,12 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 
 def check_room(subject: Subject) -> None:
-    """Check that the prompts fit into every model's positions.
-
-    Raises:
-        InvalidInput: a cell needs more positions than a model has.
-    """
+    """Check that the prompts fit into every model's positions."""
     _contexts(subject)
 
 
 def measure(subject: Subject) -> SpeedBlock:
-    """Time every cell of the sweep.
-
-    Raises:
-        InvalidInput: a cell needs more positions than a model has, or more memory than the system has.
-    """
+    """Time every cell of the sweep."""
     settings = subject.asked(SpeedSettings)
     tokens = settings.speed_tokens
     cells = [(batch, context) for context in _contexts(subject) for batch in settings.speed_batch]
@@ -112,11 +104,7 @@ def measure(subject: Subject) -> SpeedBlock:
 def _time(
     subject: Subject, roles: Sequence[str], cell: tuple[int, int], tokens: int, seconds: float
 ) -> dict[str, Any]:
-    """Return the seconds of each round by role, or the reason why there are none.
-
-    Raises:
-        InvalidInput: the memory of the system is full.
-    """
+    """Return the seconds of each round by role, or the reason why there are none."""
     if seconds <= 0:
         return {"skipped": "time"}
     start = monotonic()
@@ -171,11 +159,12 @@ def _cell(
     rounds = len(raw["student"]["prefill"])
     prefill = decode = None
     if teacher is not None and paired:
+
+        def middle(role: str, phase: str) -> Any:
+            return np.median(np.array(raw[role][phase]).reshape(rounds, -1), 1)
+
         prefill, decode = (
-            quartiles(
-                np.median(_rounds(raw["teacher"][phase]), 1) / np.median(_rounds(raw["student"][phase]), 1)
-            )
-            for phase in ("prefill", "decode")
+            quartiles(middle("teacher", phase) / middle("student", phase)) for phase in ("prefill", "decode")
         )
     return SpeedCell(batch, context, tokens, rounds, student, teacher, prefill, decode)
 
@@ -193,11 +182,6 @@ def quartiles(values: Any) -> Quartiles:
 
 def _phase(seconds: Any, tokens: int) -> PhaseSpeed:
     return PhaseSpeed(quartiles(seconds * 1000), quartiles(tokens / seconds))
-
-
-def _rounds(seconds: Sequence[Any]) -> Any:
-    """Return the seconds as an array with one row per round."""
-    return np.array(seconds).reshape(len(seconds), -1)
 
 
 def _contexts(subject: Subject) -> Sequence[int]:

@@ -98,11 +98,7 @@ def check(settings: TasksSettings) -> None:
 
 
 def measure(subject: Subject) -> TasksBlock:
-    """Run every task on every model.
-
-    Raises:
-        InvalidInput: a task cannot be loaded, or --task-cache holds scores of other data.
-    """
+    """Run every task on every model."""
     settings = subject.asked(TasksSettings)
     names = harness.named(settings.tasks)
     units = [(name, role) for name in names for role in subject.roles]
@@ -136,7 +132,7 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
         return run()
     check_depth(settings.task_cache, "the path of --task-cache")
     asked = {
-        "model": subject.identity(role),
+        "model": subject.checkpoints[role].identity,
         "task": name,
         "own_tasks": harness.hash_of(directory),
         "harness": harness.version(),
@@ -150,7 +146,9 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
     file = settings.task_cache / f"{name.replace('/', '_')}-{key[:32]}.json"
     if not file.is_file():
-        _keep(file, {"asked": asked, "found": run()})
+        kept = json.dumps({"asked": asked, "found": run()}, allow_nan=False)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, kept, replace=True)
     return read_kept(file, asked)
 
 
@@ -175,11 +173,6 @@ def read_kept(file: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     return asdict(found)
 
 
-def _keep(file: Path, value: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(value, allow_nan=False), replace=True)
-
-
 def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskScores:
     student = roles["student"]
     metrics = {metric: _metric(name, metric, roles) for metric in student["metrics"]}
@@ -192,16 +185,7 @@ def _task(name: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskScores:
 
 
 def _metric(name: str, metric: str, roles: Mapping[str, Mapping[str, Any]]) -> TaskMetric:
-    """Return one metric of a task for all models, paired document by document where it is a mean over them.
-
-    Args:
-        name: of the task.
-        metric: its name in the results of the harness.
-        roles: what `harness.run` returned for each model.
-
-    Raises:
-        InvalidInput: the models were not asked the same documents.
-    """
+    """Return one metric of a task, paired document by document where it is a mean over them."""
     entries = {role: found["metrics"].get(metric) for role, found in roles.items()}
     if any(
         entry is None or entry.get("documents") != entries["student"].get("documents")

@@ -5,7 +5,6 @@ neither torch nor pydantic.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,9 +70,8 @@ class TextProtocol:
         window: tokens that a model reads at once.
         windows: number of windows.
         bos: where BOS stands: at the head of `each` window, the `first` one or each `document`, or `none`.
-            None in reports of schema 1, which do not say it.
         scored_tokens: in all windows.
-        scored_bytes: UTF-8 bytes by which bits per byte are taken; None in reports of schema 1.
+        scored_bytes: UTF-8 bytes by which bits per byte are taken.
     """
 
     name: str
@@ -155,20 +153,13 @@ HEAD = tuple(each.name for each in fields(EvalReport))  # the keys of eval.json
 
 
 @dataclass(frozen=True)
-class LiveCache:
-    """The growth of a running model's cache."""
-
-    elements_per_token_per_layer: float
-
-
-@dataclass(frozen=True)
 class ModelSummary:
-    """One model in a summary."""
+    """One model in a summary; `elements_per_token_per_layer` are those of its live cache."""
 
     path: str
     dtype: str
     perplexity: float
-    cache: LiveCache | None = None
+    elements_per_token_per_layer: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,8 +171,8 @@ class FidelitySummary:
 
 
 @dataclass(frozen=True)
-class EvalSummary(FiniteNumbers):
-    """The numbers of a report that a model card shows; a report of schema 1 has this shape."""
+class EvalSummary:
+    """The numbers of a report that a model card shows."""
 
     protocol: TextProtocol
     student: ModelSummary
@@ -190,11 +181,11 @@ class EvalSummary(FiniteNumbers):
     fidelity: FidelitySummary | None = None
     recovered_share: RecoveredLoss = field(default_factory=RecoveredLoss)
     cache_dtype: str | None = None
-    identity: str = ""  # of the checkpoint, see `identity.py`; reports of schema 1 have it elsewhere
+    identity: str = ""  # of the checkpoint, see `identity.py`
 
 
 def read_report(path: Path, directory: Path) -> EvalReport:
-    """Read a report of the current schema.
+    """Read a report.
 
     Args:
         path: an eval.json.
@@ -203,14 +194,28 @@ def read_report(path: Path, directory: Path) -> EvalReport:
     Raises:
         InvalidInput: it is not a report of schema 2, is damaged, or belongs to another checkpoint.
     """
-    content = _read_content(path, directory, (SCHEMA,))
-    report = _parse_report(content, path, directory)
-    _check_place(report.checkpoint, path, directory)
-    return report
+    remedy = f"move it away and measure again: kvfold eval {directory} --text stdlib --out {path}"
+    content = read_json(path, remedy)
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise InvalidInput(f"{path} is not a report of schema {SCHEMA} (its schema is {schema}); {remedy}")
+    report = parsed(EvalReport, content, path, remedy)
+    blocks = dict(report.suites)
+    for name, block in blocks.items():
+        if name in BLOCKS and block is not None:
+            blocks[name] = parsed(BLOCKS[name], block, path, remedy, ("suites", name))
+    there = Path(report.checkpoint.path)
+    # In a published report a name stands for the path.
+    if there.is_absolute() and there.is_dir() and there.resolve() != directory.resolve():
+        from .identity import hashes_of, identity  # which imports torch
+
+        if report.checkpoint.identity != identity(hashes_of(directory)):  # a copy computes the same
+            raise InvalidInput(f"{path} was measured on {there}, not on {directory}; {remedy}")
+    return replace(report, suites=blocks)
 
 
 def read_summary(directory: Path) -> EvalSummary | None:
-    """Read the summary of a checkpoint's own eval.json, of schema 1 or 2.
+    """Read the summary of a checkpoint's own eval.json.
 
     Returns:
         The summary; None where there is no eval.json, or no perplexity in it.
@@ -221,18 +226,7 @@ def read_summary(directory: Path) -> EvalSummary | None:
     path = directory / FILE
     if not path.is_file():
         return None
-    content = _read_content(path, directory, (1, SCHEMA))
-    if content["schema"] == 1:
-        found = parsed(EvalSummary, content, path, _remedy(path, directory))
-        _check_place(found.student, path, directory)
-        return found
-    report = _parse_report(content, path, directory)
-    _check_place(report.checkpoint, path, directory)
-    return summarise(report)
-
-
-def summarise(report: EvalReport) -> EvalSummary | None:
-    """Return the numbers of a report that a model card shows; None where it has no perplexity."""
+    report = read_report(path, directory)
     scores = report.block("ppl", PerplexityBlock)
     if scores is None or report.protocol is None:
         return None
@@ -241,7 +235,7 @@ def summarise(report: EvalReport) -> EvalSummary | None:
     for role, place in zip(ROLES, (report.checkpoint, report.teacher, report.parent), strict=True):
         score = getattr(scores, role)
         cache = getattr(caches, role, None)
-        live = None if cache is None else LiveCache(cache.elements_per_token_per_layer)
+        live = None if cache is None else cache.elements_per_token_per_layer
         models[role] = None
         if place is not None and score is not None:
             models[role] = ModelSummary(place.path, score.dtype, score.perplexity, live)
@@ -298,41 +292,3 @@ def read_json(path: Path, remedy: str) -> Any:
         reason = str(mistake).partition(";")[0]
         raise InvalidInput(f"{path} is not valid JSON ({reason}); {remedy}") from None
     return content
-
-
-def _parse_report(content: Mapping[str, Any], path: Path, directory: Path) -> EvalReport:
-    remedy = _remedy(path, directory)
-    report = parsed(EvalReport, content, path, remedy)
-    blocks = dict(report.suites)
-    for name, block in blocks.items():
-        if name in BLOCKS and block is not None:
-            blocks[name] = parsed(BLOCKS[name], block, path, remedy, ("suites", name))
-    return replace(report, suites=blocks)
-
-
-def _read_content(path: Path, directory: Path, schemas: tuple[int, ...]) -> dict[str, Any]:
-    remedy = _remedy(path, directory)
-    content = read_json(path, remedy)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema not in schemas:
-        known = " or ".join(map(str, schemas))
-        raise InvalidInput(f"{path} is not a report of schema {known} (its schema is {schema}); {remedy}")
-    return dict(content)
-
-
-def _check_place(measured: MeasuredCheckpoint | ModelSummary, path: Path, directory: Path) -> None:
-    there = Path(measured.path)
-    # In a published report a name stands for the path.
-    if not there.is_absolute() or not there.is_dir() or there.resolve() == directory.resolve():
-        return
-    # A copy computes the same. Reports of schema 1 do not say what they were measured on.
-    if isinstance(measured, MeasuredCheckpoint):
-        from .identity import hashes_of, identity  # which imports torch
-
-        if measured.identity == identity(hashes_of(directory)):
-            return
-    raise InvalidInput(f"{path} was measured on {there}, not on {directory}; {_remedy(path, directory)}")
-
-
-def _remedy(path: Path, directory: Path) -> str:
-    return f"move it away and measure again: kvfold eval {directory} --text stdlib --out {path}"

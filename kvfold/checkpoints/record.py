@@ -88,13 +88,10 @@ def write_record(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The record as it is written: with the SHA-256 of each weight file.
     """
-    whole = {**record, "weights": hashes(_weights(directory))}
+    weights = {path.name: path for path in sorted(directory.glob("*.safetensors")) if path.is_file()}
+    whole = {**record, "weights": hashes(weights)}
     (directory / FILE).write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return whole
-
-
-def _weights(directory: Path) -> dict[str, Path]:
-    return {path.name: path for path in sorted(directory.glob("*.safetensors")) if path.is_file()}
 
 
 def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> str:

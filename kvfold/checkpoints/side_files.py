@@ -16,14 +16,14 @@ from ..core.untrusted import printable
 LIMIT_BYTES = 2**28
 
 
-def flaw_of(path: Path, directory: Path, limit_bytes: int | None = LIMIT_BYTES) -> str:
+def flaw_of(path: Path, directory: Path | None, limit_bytes: int | None = LIMIT_BYTES) -> str:
     """Return why a file of a checkpoint must not be read; empty if it may.
 
     A link may lead to another file of the checkpoint, or to the Hub cache's copy of the file.
 
     Args:
         path: the file; it is not opened.
-        directory: the checkpoint.
+        directory: the checkpoint; None where a link may lead anywhere.
         limit_bytes: the most bytes that it may have; None for weights.
 
     Returns:
@@ -36,7 +36,7 @@ def flaw_of(path: Path, directory: Path, limit_bytes: int | None = LIMIT_BYTES) 
         return "is a link to a file that does not exist, or cannot be reached"
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file"
-    if not any(place.is_relative_to(root) for root in _roots(directory)):
+    if directory and not any(place.is_relative_to(root) for root in _roots(directory)):
         return "is a link to a file outside of the checkpoint"
     if limit_bytes is not None and found.st_size > limit_bytes:
         return f"has {found.st_size:,} bytes, more than the {limit_bytes:,} that such a file may have"
@@ -55,30 +55,13 @@ def check_readable(directory: Path, patterns: tuple[str, ...]) -> None:
     Raises:
         InvalidInput: one of them is not a regular file, or is too large.
     """
-    for path in sorted(directory.iterdir()):
-        if not any(fnmatchcase(path.name, pattern) for pattern in patterns):
-            continue
-        if not path.exists() or path.is_dir():
-            continue
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise InvalidInput(
-                f"{printable(path)} is not a regular file; put the file itself there, or remove it"
-            )
-        if found.st_size > LIMIT_BYTES:
-            raise InvalidInput(
-                f"{printable(path)} has {found.st_size:,} bytes, more than the {LIMIT_BYTES:,} that such a "
-                "file may have; remove it"
-            )
+    for path in _named(directory, patterns):
+        if path.exists() and (flaw := flaw_of(path, None)):
+            raise InvalidInput(f"{printable(path)} {flaw}; put the file itself there, or remove it")
 
 
 def is_readable(path: Path, directory: Path) -> bool:
-    """Return whether a file exists and is a regular file of a checkpoint, of a reasonable size.
-
-    Args:
-        path: the file; it is not opened.
-        directory: the checkpoint.
-    """
+    """Return whether a file exists and is a regular file of a checkpoint, of a reasonable size."""
     return not flaw_of(path, directory)
 
 
@@ -92,16 +75,21 @@ def matching(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
     Raises:
         InvalidInput: one of them is not a regular file of the checkpoint, or is too large.
     """
-    found = [
-        path
-        for path in sorted(directory.iterdir())  # glob would not see a link to nothing
-        if not path.is_dir() and any(fnmatchcase(path.name, pattern) for pattern in patterns)
-    ]
+    found = _named(directory, patterns)
     for path in found:
         flaw = flaw_of(path, directory)
         if flaw:
             raise InvalidInput(f"{printable(path)} {flaw}; put the file itself there, or remove it")
     return found
+
+
+def _named(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
+    found = sorted(directory.iterdir())  # glob would not see a link to nothing
+    return [
+        path
+        for path in found
+        if not path.is_dir() and any(fnmatchcase(path.name, pattern) for pattern in patterns)
+    ]
 
 
 def _roots(directory: Path) -> list[Path]:

@@ -57,10 +57,10 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))
     measure = f"kvfold eval {place} --text FILE --out {out}"
     if further and evaluation is not None and evaluation.identity != identity(hashes):
-        flaw = f"was measured on other weights than {directory} has now"
-        if not evaluation.identity:  # schema 1
-            flaw = "does not say which weights it was measured on"
-        raise InvalidInput(f"{directory / EVALUATION} {flaw}; remove it, and measure again: {measure}")
+        raise InvalidInput(
+            f"{directory / EVALUATION} was measured on other weights than {directory} has now; remove it, "
+            f"and measure again: {measure}"
+        )
     title = repository.partition("/")[2]
     card = make_card(directory, record, title, repository, evaluation, further=bool(further))
     files, left_out = choose_files(directory, str(card))

@@ -1,8 +1,4 @@
-"""eval.json: reports of every version are read, damaged ones are refused in one sentence.
-
-The files in `reports/` were written by kvfold 0.1.0 before and after the report's second schema, and with
-the cache in a number format.
-"""
+"""eval.json: reports of kvfold 0.1.0 are read, damaged ones are refused in one sentence."""
 
 import json
 import subprocess
@@ -21,8 +17,8 @@ CURRENT = REPORTS / "schema-2.json"
 NEWEST = REPORTS / "schema-2-storage.json"
 
 
-def stored(schema: int) -> Any:
-    return json.loads((REPORTS / f"schema-{schema}.json").read_text())
+def stored() -> Any:
+    return json.loads(CURRENT.read_text())
 
 
 def without_none(content: Any) -> Any:
@@ -48,7 +44,7 @@ def test_a_stored_report_is_read_and_written_with_the_same_content() -> None:
 
 
 def test_a_report_of_before_a_field_was_added_lacks_it_alone() -> None:
-    assert without_none(json.loads(read_report(CURRENT, REPORTS).to_text())) == without_none(stored(2))
+    assert without_none(json.loads(read_report(CURRENT, REPORTS).to_text())) == without_none(stored())
 
 
 def test_a_stored_report_shows_itself_as_a_table() -> None:
@@ -56,25 +52,14 @@ def test_a_stored_report_shows_itself_as_a_table() -> None:
     assert result.columns == ["", "student", "teacher", "parent"]
     assert {len(row) for row in result.rows} == {4}
     rows = {row[0]: row[1:] for row in result.rows}
-    models = [stored(2)["suites"]["ppl"][role]["perplexity"] for role in result.columns[1:]]
+    models = [stored()["suites"]["ppl"][role]["perplexity"] for role in result.columns[1:]]
     assert rows["perplexity"] == [f"{perplexity:.4g}" for perplexity in models]
 
 
-def test_reports_of_both_schemas_have_a_summary(tmp_path: Path) -> None:
-    written(tmp_path, stored(1))
-    first = read_summary(tmp_path)
-    assert first is not None
-    assert first.teacher is not None
-    assert first.fidelity is not None
-    assert first.student.perplexity == stored(1)["student"]["perplexity"]
-    assert first.teacher.cache is not None
-    assert first.teacher.cache.elements_per_token_per_layer == 64
-    assert first.fidelity.kl.mean == stored(1)["fidelity"]["kl"]["mean"]
-    assert first.protocol.scored_tokens == stored(1)["protocol"]["scored_tokens"]
-
-    written(tmp_path, stored(2))
+def test_a_report_has_a_summary(tmp_path: Path) -> None:
+    written(tmp_path, stored())
     second = read_summary(tmp_path)
-    suites = stored(2)["suites"]
+    suites = stored()["suites"]
     assert second is not None
     assert second.parent is not None
     assert second.fidelity is not None
@@ -87,8 +72,8 @@ def test_reports_of_both_schemas_have_a_summary(tmp_path: Path) -> None:
 
 def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
     unknown = {"count": {"student": 3}}
-    suites = {"cache": stored(2)["suites"]["cache"], "fidelity": None, "weights": unknown}
-    path = written(tmp_path, stored(2) | {"suites": suites, "teacher": None, "later": [1]})
+    suites = {"cache": stored()["suites"]["cache"], "fidelity": None, "weights": unknown}
+    path = written(tmp_path, stored() | {"suites": suites, "teacher": None, "later": [1]})
     report = read_report(path, tmp_path)
     assert report.suites["weights"] == unknown
     assert report.fidelity is None
@@ -120,7 +105,7 @@ def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
 def test_a_damaged_report_is_refused_in_one_sentence(
     tmp_path: Path, place: str, value: Any, words: str
 ) -> None:
-    content = stored(2)
+    content = stored()
     *above, last = place.split(".")
     inner = content
     for key in above:

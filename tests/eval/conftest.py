@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
+from kvfold.eval.cli import main
 from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
 
@@ -78,6 +80,19 @@ def mha(make: Make) -> Path:
 def other(make: Make) -> Path:
     """The same architecture, other weights."""
     return make(seed=1)
+
+
+def run(*arguments: str | Path) -> Result:
+    """Run `kvfold eval`."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory, text: Text) -> Path:
+    """The text in a file."""
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text(text.joined, encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -2,28 +2,19 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from kvfold.checkpoints.record import describe, write_record
-from kvfold.eval.cli import main
 from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
 
-from .conftest import Make
-
-
-@pytest.fixture(scope="session")
-def file(tmp_path_factory: pytest.TempPathFactory, text: Text) -> Path:
-    path = tmp_path_factory.mktemp("text") / "letters.txt"
-    path.write_text(text.joined, encoding="utf-8")
-    return path
+from .conftest import Make, run
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +26,6 @@ def distilled(make: Make, mha: Path, other: Path) -> Path:
         directory, {"schema": 1, "stage": "distill", "source": describe(mha, None), "parents": parents}
     )
     return directory
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def test_json_is_one_object_with_everything_in_it(
@@ -261,9 +248,6 @@ def test_suites_that_read_a_text_ask_for_it(mha: Path) -> None:
     check_mistake(
         run(mha), "Error: the suites ppl, fidelity read a text; choose one with --text, for example stdlib"
     )
-
-
-def test_a_model_that_is_not_here_is_named_before_a_text_is_asked_for(tmp_path: Path) -> None:
     check_mistake(run("./absent"), "./absent is not a directory")
     check_mistake(
         run("absent"), "absent is not a directory here; if it is a Hub id, the suites ppl, fidelity"
@@ -293,17 +277,6 @@ def check_mistake(result: Result, sentence: str) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert sentence in result.stderr.splitlines()[-1]
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from kvfold.eval.cli import main; main(['--help'], standalone_mode=False);"
-        "heavy = {'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if "
-        "heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--text" in done.stdout
 
 
 def test_a_full_gpu_is_one_sentence(mha: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,22 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from kvfold.eval.cli import main
 from kvfold.eval.run import reserved
-from kvfold.texts.corpus import Text
 
-
-@pytest.fixture
-def file(tmp_path: Path, text: Text) -> Path:
-    path = tmp_path / "letters.txt"
-    path.write_text(text.joined, encoding="utf-8")
-    return path
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+from .conftest import run
 
 
 class Killed(BaseException):
@@ -32,19 +20,7 @@ def test_a_killed_run_resumes_and_gives_the_same_report(
 ) -> None:
     from kvfold.eval import scores
 
-    common = (
-        mha,
-        "--teacher",
-        other,
-        "--text",
-        file,
-        "--window",
-        "32",
-        "--batch-size",
-        "4",
-        "--device",
-        "cpu",
-    )
+    common = f"{mha} --teacher {other} --text {file} --window 32 --batch-size 4 --device cpu".split()
     assert run(*common, "--out", tmp_path / "whole.json").exit_code == 0
     real, scored = scores._score_batch, []
 

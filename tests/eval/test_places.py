@@ -215,18 +215,7 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
     half = make(dtype=torch.bfloat16)
     file = tmp_path / "letters.txt"
     file.write_text(text.joined)
-    arguments = [
-        str(half),
-        "--text",
-        str(file),
-        "--device",
-        "cpu",
-        "--window",
-        "32",
-        "--batch-size",
-        "4",
-        "--json",
-    ]
+    arguments = f"{half} --text {file} --device cpu --window 32 --batch-size 4 --json".split()
     places = ["--device-map", "auto", "--cpu-memory", "90KB", "--offload-dir", str(tmp_path / "weights")]
     spread = CliRunner().invoke(main, [*arguments, *places])
     assert spread.exit_code == 0, spread.output

@@ -4,18 +4,12 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import pytest
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from kvfold.eval.cli import main
-from kvfold.texts.corpus import Text
-
 from ..support.warm_python import warm_python
-from .conftest import Make
+from .conftest import Make, run
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
           "--mixed_precision", "no",
@@ -28,27 +22,9 @@ def launch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
 
 
-@pytest.fixture
-def file(tmp_path: Path, text: Text) -> Path:
-    path = tmp_path / "letters.txt"
-    path.write_text(text.joined, encoding="utf-8")
-    return path
-
-
 def test_two_processes_find_what_one_finds(mha: Path, other: Path, file: Path, tmp_path: Path) -> None:
-    arguments: tuple[Any, ...] = (
-        mha,
-        "--teacher",
-        other,
-        "--text",
-        file,
-        "--window",
-        "32",
-        "--batch-size",
-        "4",
-        "--json",
-    )
-    alone = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    arguments = f"{mha} --teacher {other} --text {file} --window 32 --batch-size 4 --json".split()
+    alone = run(*arguments)
     assert alone.exit_code == 0, alone.output
     assert json.loads(alone.stdout)["suites"]["fidelity"]["kl"]["mean"] > 0
     for number, more in enumerate(([], ["--teacher-cache", tmp_path / "states"])):

@@ -124,29 +124,8 @@ def test_a_real_conversion_and_evaluation_are_read(make: Make, tmp_path: Path) -
     """A page takes the files that convert and eval write, and the numbers are the same."""
     source, folded, text = make(num_key_value_heads=4), tmp_path / "folded", tmp_path / "text"
     text.write_text("key value cache head fold " * 40)
-    arguments = [
-        "convert",
-        source,
-        "--to",
-        "mla",
-        "--kv-budget",
-        "50%",
-        "--calibration",
-        "none",
-        "--out",
-        folded,
-    ]
-    evaluation = [
-        "eval",
-        folded,
-        "--text",
-        text,
-        "--window",
-        "32",
-        "--suite",
-        "ppl,fidelity,cache,speed",
-        "--out",
-    ]
+    arguments = f"convert {source} --to mla --kv-budget 50% --calibration none --out {folded}".split()
+    evaluation = f"eval {folded} --text {text} --window 32 --suite ppl,fidelity,cache,speed --out".split()
     quick = ["--speed-context", "8", "--speed-tokens", "2", "--speed-rounds", "3"]
     for command in (arguments, [*evaluation, folded / "eval.json", *quick]):
         done = CliRunner().invoke(main, list(map(str, command)))

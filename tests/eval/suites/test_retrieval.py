@@ -20,10 +20,9 @@ from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
 from kvfold.eval.suites import retrieval
-from kvfold.eval.suites.answers import answer, rank
 from kvfold.eval.suites.catalogue import SuiteSettings
-from kvfold.eval.suites.decoding import read
 from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, NeedlePrompt, prose
+from kvfold.eval.suites.retrieval import answer, rank
 from kvfold.models.causal_lm import Loaded, load
 
 from ..conftest import Make
@@ -294,17 +293,7 @@ def test_the_report_holds_the_map_and_an_interrupted_run_goes_on(
     latent: Path, roomy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "eval.json"
-    command = [
-        str(latent),
-        "--teacher",
-        str(roomy),
-        "--suite",
-        "retrieval",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    command = f"{latent} --teacher {roomy} --suite retrieval --device cpu --out {out}".split()
     command += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     real, asked = retrieval.answer, list[str]()
 
@@ -327,10 +316,3 @@ def test_the_report_holds_the_map_and_an_interrupted_run_goes_on(
     assert block["student"]["multikey"]["lengths"] == [360]
     assert block["student"]["multikey"]["depths"] == [0.0, 1.0]
     assert np.array(block["teacher"]["passkey"]["accuracy"]).shape == (1, 2)
-
-
-def test_logits_are_those_of_the_tokens_asked_for(roomy: Path) -> None:
-    loaded = load(roomy, CPU)
-    with torch.inference_mode():
-        logits_BKV, _ = read(loaded, torch.arange(5)[None], last=2)
-    assert logits_BKV.shape == (1, 2, 258)

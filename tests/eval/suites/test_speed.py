@@ -18,7 +18,6 @@ from kvfold.eval.run import evaluate
 from kvfold.eval.suites import meter, speed
 from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.meter import peak_memory, timed
-from kvfold.eval.suites.speed import quartiles
 from kvfold.models.causal_lm import load
 
 from ..conftest import Make
@@ -218,12 +217,6 @@ def test_on_cuda_events_on_the_device_are_read(monkeypatch: pytest.MonkeyPatch) 
     assert told == ["synchronize", "record", "work", "record", "wait"]
 
 
-def test_quartiles_are_numpys() -> None:
-    values = [3.0, 1.0, 4.0, 1.0, 5.0]
-    found = quartiles(values)
-    assert (found.q1, found.median, found.q3) == tuple(np.quantile(values, [0.25, 0.5, 0.75]))
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -255,17 +248,7 @@ def test_the_report_has_every_number_and_an_interrupted_sweep_goes_on(
     latent: Path, mha: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "eval.json"
-    command = [
-        str(latent),
-        "--teacher",
-        str(mha),
-        "--suite",
-        "speed",
-        "--device",
-        "cpu",
-        "--speed-batch",
-        "1,2",
-    ]
+    command = f"{latent} --teacher {mha} --suite speed --device cpu --speed-batch 1,2".split()
     command += ["--speed-context", "8", "--speed-tokens", "2", "--speed-rounds", "3", "--out", str(out)]
     real = speed._round
 
