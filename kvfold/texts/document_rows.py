@@ -144,14 +144,12 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
         if request.name != _PLAIN:
             yield columns
             continue
-        texts = [LongText(Path(file), source) for file in columns["text"]]
-        beginnings = [list(islice(text, 2)) for text in texts]
-        yield {
-            "text": [
-                text if len(beginning) > 1 else "".join(beginning)
-                for text, beginning in zip(texts, beginnings, strict=True)
-            ]
-        }
+        texts: list[str | LongText] = []
+        for file in columns["text"]:
+            text = LongText(Path(file), source)
+            beginning = list(islice(text, 2))
+            texts.append(text if len(beginning) > 1 else "".join(beginning))
+        yield {"text": texts}
 
 
 def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:
