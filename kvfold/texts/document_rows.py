@@ -304,14 +304,14 @@ def _read_apart(request: RowsRequest, source: DocumentSource) -> Iterator[Mappin
                 try:
                     frame: Frame = pickle.load(child.stdout)
                 except (EOFError, pickle.UnpicklingError):  # it ended before its last frame
-                    code = child.wait()
+                    ended = child.wait()
                     said.seek(0)
                     lines = said.read().decode("utf-8", "replace").strip().splitlines()
-                    reason = printable(lines[-1]) if lines else f"exit code {code}"
-                    if code < 0:
+                    reason = printable(lines[-1]) if lines else f"exit code {ended}"
+                    if ended < 0:
                         reason = (
-                            f"its reader crashed on it (signal {-code}); give one JSON object per line, or a "
-                            "sound Parquet file"
+                            f"its reader crashed on it (signal {-ended}); give one JSON object per line, or "
+                            "a sound Parquet file"
                         )
                     raise InvalidInput(f"{source.called} cannot be read: {reason}") from None
                 if frame[0] == "end":
