@@ -107,8 +107,8 @@ def arrive(
     _write_page(lasting, place / PAGE)
     if asked.keep_steps:
         _keep_steps(asked, origin, place / "steps")
-    for name in (RECORD_FILE, "eval.json", CARD_FILE):
-        for file in sorted(place.rglob(name)):
+    for kind in (RECORD_FILE, "eval.json", CARD_FILE):
+        for file in sorted(place.rglob(kind)):
             replace_text(file, _moved(file.read_text(encoding="utf-8"), moved))
     record = read_record(place)
     assert record is not None, "every step has a record"
