@@ -1,7 +1,6 @@
 """The umbrella command: every sub-command of `kvfold`, each imported when it is asked for."""
 
 from importlib import import_module
-from typing import Any
 
 import click
 
@@ -30,19 +29,8 @@ COMMANDS = {
 class _Commands(click.Group):
     """A group that imports a command when it is run."""
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Read the options before the command, and report what cannot be read as one sentence."""
-        with refusing():
-            return super().make_context(info_name, args, parent, **extra)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, and report one that does not exist as one sentence."""
-        with refusing():
-            return super().resolve_command(ctx, args)
+    make_context = refusing()(click.Group.make_context)
+    resolve_command = refusing()(click.Group.resolve_command)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""

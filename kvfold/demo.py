@@ -52,7 +52,12 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
     on modules of that library which it has not seen.
     """
     start = time.monotonic()
-    _check_tokens(tokens)  # before a directory is made, which would be in the way of the right command
+    try:  # before a directory is made, which would be in the way of the right command
+        length = parse_tokens(tokens)
+    except ValueError as error:
+        raise InvalidInput(f"--tokens is {shorten(tokens)}; {error}") from None
+    if type(length) is not int or length < 1:
+        raise InvalidInput(f"--tokens is {shorten(tokens)}; it should be a whole number of at least 1")
     work = Path(tempfile.mkdtemp(prefix="kvfold-demo-")) if out is None else out
     try:
         with nullcontext() if out is None else _claimed(work, tokens):
@@ -72,23 +77,6 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         return
     _show(results, text_hash)
     click.echo(f"Checkpoints are in {work}; {seconds} s.\n{_conclusion(results['mla, distilled'])}")
-
-
-def _check_tokens(tokens: str) -> None:
-    """Refuse a length of the distillation that its recipe would refuse, minutes later.
-
-    Args:
-        tokens: as the option has it.
-
-    Raises:
-        InvalidInput: it is no positive whole number.
-    """
-    try:
-        found = parse_tokens(tokens)
-    except ValueError as error:
-        raise InvalidInput(f"--tokens is {shorten(tokens)}; {error}") from None
-    if type(found) is not int or found < 1:
-        raise InvalidInput(f"--tokens is {shorten(tokens)}; it should be a whole number of at least 1")
 
 
 @contextmanager

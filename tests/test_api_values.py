@@ -182,9 +182,10 @@ def test_counts_have_a_maximum_in_every_function(tmp_path: Path) -> None:
     for name in ("refine", "jobs", "shard_size"):
         with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
             kvfold.fold(DEMO, target, out=out, **{name: _HUGE})
+    asked = {"model": str(DEMO), "to": "mla", "until": "kl<1", "out": out}
     for name in ("window", "max_windows", "sequences", "refine"):
         with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
-            MigrationOptions.take({name: _HUGE})
+            MigrationOptions.take({**asked, name: _HUGE})
     for section, name in ((Lora, "rank"), (Save, "every"), (Save, "keep")):
         with pytest.raises(InvalidInput, match=f"^{name} is {_HUGE}; it {most}"):
             section.read({name: _HUGE})

@@ -192,9 +192,6 @@ class Checkpoint(Mapping[str, Tensor]):
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the content of a model directory's config.json.
 
-    Args:
-        directory: the directory.
-
     Raises:
         InvalidInput: there is none, or it is no object, names other files or code, or has too large a count.
     """
@@ -232,9 +229,6 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files that transformers reads, sorted: one, or those that the index names.
-
-    Args:
-        directory: a model directory.
 
     Raises:
         InvalidInput: there is neither, the index is damaged, or a file is missing or not a regular one.
@@ -297,7 +291,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise InvalidInput(f"{index} is damaged: it has no weight_map; download or save it again")
     for tensor, name in weight_map.items():
-        if not _is_file_name(name):
+        is_name = isinstance(name, str) and name not in {"", ".", ".."} and not set(name) & set("/\\\0")
+        if not is_name:
             raise InvalidInput(
                 f"{index} has the shard {shorten(name)} for {shorten(tensor)}, where the name of a file next "
                 "to it is needed; download or save it again"
@@ -312,15 +307,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_file_name(value: Any) -> bool:
-    return isinstance(value, str) and value not in {"", ".", ".."} and not set(value) & set("/\\\0")
-
-
 def check_safetensors(directory: Path) -> None:
     """Check that a directory has safetensors, and no adapter that transformers would add to them.
-
-    Args:
-        directory: a model directory.
 
     Raises:
         InvalidInput: as of `read_config`; it has no safetensors (for a pickle the error names the command
@@ -332,20 +320,15 @@ def check_safetensors(directory: Path) -> None:
             f"{directory} has an adapter (adapter_config.json), which transformers adds to the weights; "
             "merge it into them, or remove the file"
         )
-    if not any(directory.glob("*.safetensors")):
-        raise InvalidInput(_no_weights(directory))
-
-
-def _no_weights(directory: Path) -> str:
+    if any(directory.glob("*.safetensors")):
+        return
     if any(path for pattern in _PICKLES for path in directory.glob(pattern)):
-        return (
+        raise InvalidInput(
             f"{directory} holds pickled weights, which can run code when loaded; convert them first with: "
-            f"python -c "
-            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{directory}', "
-            f"dtype='auto')"
-            f".save_pretrained('{directory}-safetensors')\""
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\""
         )
-    return f"{directory} has no safetensors weights (model.safetensors, or shards with {INDEX})"
+    raise InvalidInput(f"{directory} has no safetensors weights (model.safetensors, or shards with {INDEX})")
 
 
 def check_output(out: Path, source: Path | None = None) -> None:
@@ -406,15 +389,16 @@ def copy_side_files(source: Path, out: Path) -> None:
     """
     for path in side_files(source):
         shutil.copyfile(path, out / path.name)
-        if path.name in SIDE_CONFIGS:
-            _drop_code(out / path.name)
+        if path.name in SIDE_CONFIGS:  # one that names no code keeps its bytes
+            content = read_json(path, name=path.name, top=None)
+            kept = without_code(content)
+            if kept != content:
+                text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+                (out / path.name).write_text(text, encoding="utf-8")
 
 
 def side_files(source: Path) -> list[Path]:
     """Return the files that travel with the weights, sorted.
-
-    Args:
-        source: a model directory.
 
     Raises:
         InvalidInput: one of them is a link to somewhere else, is not a regular file, or is too large.
@@ -425,23 +409,12 @@ def side_files(source: Path) -> list[Path]:
 def check_side_files(source: Path) -> None:
     """Refuse a model directory whose other files than the weights cannot be copied, before any work.
 
-    Args:
-        source: a model directory.
-
     Raises:
         InvalidInput: as of `copy_side_files`.
     """
     for path in side_files(source):
         if path.name in SIDE_CONFIGS:
             read_json(path, name=str(path), top=None)
-
-
-def _drop_code(file: Path) -> None:
-    """Rewrite a JSON file without the fields that name code; a file that has none keeps its bytes."""
-    content = read_json(file, name=file.name, top=None)
-    kept = without_code(content)
-    if kept != content:
-        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def without_code(value: Any) -> Any:

@@ -34,9 +34,6 @@ def hashes_of(directory: Path) -> dict[str, str]:
 
     These are weights, configuration, tokenizer and code, and each is read once. A report, a model card or
     kvfold.json next to them changes nothing.
-
-    Args:
-        directory: the checkpoint.
     """
     return hashes(_files(directory))
 
@@ -110,22 +107,17 @@ def check_unchanged(checkpoint: Checkpoint, known: Mapping[str, str] | None = No
     """
     origin, hashes = checkpoint.origin, known or {}
     files = {file.name: file for file in origin.files}
-    for name in _touched(origin):
+    try:
+        pairs = zip(origin.opened, origin.identity(), strict=True)
+    except FileNotFoundError as error:
+        raise InvalidInput(f"{error.filename} was removed while it was read") from None
+    for name in [before[0] for before, now in pairs if before != now]:
         if name == _CONFIG:
             same = read_config(origin.directory) == origin.config
         else:
             same = name in hashes and sha256(files[name]) == hashes[name]
         if not same:
             raise _changed(files.get(name, origin.directory / name))
-
-
-def _touched(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the files whose size or time is not as it was when the checkpoint was opened."""
-    try:
-        pairs = zip(checkpoint.opened, checkpoint.identity(), strict=True)
-    except FileNotFoundError as error:
-        raise InvalidInput(f"{error.filename} was removed while it was read") from None
-    return [before[0] for before, now in pairs if before != now]
 
 
 def _changed(file: Path) -> InvalidInput:

@@ -80,9 +80,6 @@ class Entry:
 def read_header(file: Path) -> dict[str, Entry]:
     """Return the place of each tensor of a safetensors file, by name, without reading the tensors.
 
-    Args:
-        file: the file.
-
     Raises:
         InvalidInput: the file is truncated or damaged: tensors overlap or leave bytes unused, a name occurs
             twice, or a shape is none; or it holds a dtype that torch does not have.
@@ -108,7 +105,8 @@ def read_header(file: Path) -> dict[str, Entry]:
         content = stream.read(length)
     header = parse_json(content, f"the header of {file}", HEADER_LIMIT)
     metadata = header.pop("__metadata__", {})
-    if not content.startswith(b"{") or not _is_text_map(metadata):
+    is_text_map = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    if not content.startswith(b"{") or not is_text_map:
         raise InvalidInput(f"{file} has a damaged header; download or save it again")
     entries = {name: _entry(file, 8 + length, name, row) for name, row in header.items()}
     end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
@@ -117,12 +115,16 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise InvalidInput(
             f"{file} is {what}: its header describes {end} bytes, it has {size}; download or save it again"
         )
-    _check_gapless(file, 8 + length, entries)
+    position = 8 + length  # each tensor begins where the one before it ends
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].spec.nbytes)):
+        if entry.start != position:
+            early = entry.start < position
+            fault = "overlaps the tensor before it" if early else "has unused bytes before it"
+            raise InvalidInput(
+                f"{file} has a damaged header: {printable(name)} {fault}; download or save it again"
+            )
+        position += entry.spec.nbytes
     return entries
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _is_count(value: Any) -> bool:
@@ -157,20 +159,6 @@ def holds_unfolded(file: Path, name: str, dtype: torch.dtype) -> str:
         f"{file.name} holds {printable(name)} as {_NAMES[dtype]!r}; kvfold folds float weights "
         f"({', '.join(DTYPES)}), and others only where config.json has a quantization_config"
     )
-
-
-def _check_gapless(file: Path, data: int, entries: Mapping[str, Entry]) -> None:
-    """Check that each tensor begins where the one before it ends."""
-    position = data
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].spec.nbytes)):
-        if entry.start != position:
-            fault = (
-                "overlaps the tensor before it" if entry.start < position else "has unused bytes before it"
-            )
-            raise InvalidInput(
-                f"{file} has a damaged header: {printable(name)} {fault}; download or save it again"
-            )
-        position += entry.spec.nbytes
 
 
 def read_flat(entry: Entry, first: int, count: int) -> Tensor:

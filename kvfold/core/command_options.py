@@ -115,7 +115,10 @@ def _option(settings: type[Settings], name: str) -> click.Option:
     if spelled.repeated:
         kind = _kind(get_args(kind)[0])
     text = " ".join((field.description or "").split())
-    text = re.sub(r"`(\w+)`", lambda found: _backticked(settings, name, found), text)
+    others = settings.model_fields.keys() - {name}
+    text = re.sub(
+        r"`(\w+)`", lambda found: option_name(settings, found[1]) if found[1] in others else found[0], text
+    )
     if field.is_required():
         text = f"{text.removesuffix('.')} (required)."
     if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal:
@@ -140,11 +143,6 @@ def _option(settings: type[Settings], name: str) -> click.Option:
         multiple=spelled.repeated,
         help=text,
     )
-
-
-def _backticked(settings: type[Settings], own: str, found: "re.Match[str]") -> str:
-    other = found[1] != own and found[1] in settings.model_fields
-    return option_name(settings, found[1]) if other else found[0]
 
 
 def _click_type(kind: Any, metadata: list[Any]) -> Any:

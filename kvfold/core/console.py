@@ -80,12 +80,7 @@ class Command(click.Command):
     The line is `Error: <sentence>`. Characters that stdout cannot encode are printed as escapes.
     """
 
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Read the arguments, and report what cannot be read as one sentence."""
-        with refusing():
-            return super().make_context(info_name, args, parent, **extra)
+    make_context = refusing()(click.Command.make_context)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; refuse one too many, an empty or repeated one, and one that is not UTF-8.
@@ -111,31 +106,24 @@ class Command(click.Command):
                 )
         allowed, ctx.allow_extra_args = ctx.allow_extra_args, True
         extra = super().parse_args(ctx, list(args))
-        if not ctx.resilient_parsing:
-            self._refuse_repeated(ctx, args)
         ctx.allow_extra_args = allowed
-        if extra and not (allowed or ctx.resilient_parsing):
-            ctx.fail(self._one_too_many(ctx, extra))
-        return extra
-
-    def _refuse_repeated(self, ctx: click.Context, args: list[str]) -> None:
-        """Refuse to drop a list: of an option that is given twice click takes the last, as scripts expect."""
+        if ctx.resilient_parsing:
+            return extra
+        # Of an option that is given twice click takes the last, as scripts expect; a list is not dropped.
         *_, given = self.make_parser(ctx).parse_args(list(args))
         for part in given:
-            if not isinstance(part, click.Option) or part.multiple or "," not in (part.metavar or ""):
-                continue
-            if given.count(part) > 1:
+            is_list = isinstance(part, click.Option) and not part.multiple and "," in (part.metavar or "")
+            if is_list and given.count(part) > 1:
                 ctx.fail(f"{part.opts[0]} is given {given.count(part)} times; give it once, with commas")
-
-    def _one_too_many(self, ctx: click.Context, extra: list[str]) -> str:
-        """Return what to say of arguments that have no place, often the name of the output."""
-        places = [part.make_metavar(ctx) for part in self.params if isinstance(part, click.Argument)]
-        names_output = any("--out" in part.opts for part in self.params)
-        return (
-            f"unexpected argument {' '.join(map(printable, extra))}; {ctx.command_path} takes "
-            f"{' and '.join(places) or 'options only'}"
-            + (", and --out names the output" if names_output else "")
-        )
+        if extra and not allowed:  # often the name of the output
+            places = [part.make_metavar(ctx) for part in self.params if isinstance(part, click.Argument)]
+            names_output = any("--out" in part.opts for part in self.params)
+            ctx.fail(
+                f"unexpected argument {' '.join(map(printable, extra))}; {ctx.command_path} takes "
+                f"{' and '.join(places) or 'options only'}"
+                + (", and --out names the output" if names_output else "")
+            )
+        return extra
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and report what it cannot do, or Ctrl-C, as one sentence."""
@@ -189,7 +177,7 @@ def explaining() -> Iterator[None]:
             raise InvalidInput(f"{name}: {error.strerror}") from error
         _blame_library(error)
         raise
-    except BaseException as error:
+    except BaseException as error:  # also panics of libraries that are written in Rust
         _blame_library(error)
         raise
 
@@ -212,10 +200,12 @@ def _blame_library(error: BaseException) -> None:
             "tokenizer.json that the model was published with"
         ) from error
     if blamed in _LIBRARIES and isinstance(error, Exception):
-        LOG.debug("an error of %s", blamed, exc_info=error)
+        if os.environ.get("KVFOLD_DEBUG") == "1":
+            traceback.print_exception(error)
         raise InvalidInput(
-            f"{blamed} fails on the files that it was given ({type(error).__name__}: "
-            f"{shorten(str(error), 300)}); they are damaged, or need another version of it"
+            f"{blamed} stopped with {type(error).__name__} ({shorten(str(error), 300)}): its files may be "
+            "damaged or need another version of it, or this is a bug; KVFOLD_DEBUG=1 in the environment "
+            "shows where"
         ) from error
 
 
@@ -338,26 +328,21 @@ def calling(
     Raises:
         InvalidInput: the callback cannot be called, or as in the block.
     """
-    if progress is not None and not _takes_progress(progress):
+    try:
+        is_usable = progress is None or callable(progress)
+        if progress is not None and is_usable:
+            inspect.signature(progress).bind("", 0, 0)
+    except TypeError:
+        is_usable = False
+    except ValueError:  # one of C, whose arguments are not known
+        pass
+    if not is_usable:
         raise InvalidInput(
             f"progress is {shorten(progress)}; it should be a function of a description, the items done and "
             "the items in all"
         )
     with listening(progress, names) as listener, naming(names), explaining():
         yield listener
-
-
-def _takes_progress(progress: object) -> bool:
-    """Return whether a callback can be called with a description and two numbers."""
-    if not callable(progress):
-        return False
-    try:
-        inspect.signature(progress).bind("", 0, 0)
-    except TypeError:
-        return False
-    except ValueError:  # one of C, whose arguments are not known
-        return True
-    return True
 
 
 @contextmanager

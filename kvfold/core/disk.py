@@ -70,9 +70,6 @@ def disk_error(error: BaseException, place: str | os.PathLike[str] | None = None
 def naming(place: str | os.PathLike[str]) -> Iterator[None]:
     """Name a place in errors of the disk that come from a block.
 
-    Args:
-        place: the file or directory that the block writes.
-
     Raises:
         DiskError: the disk is full or cannot be written. Other errors pass as they are.
     """

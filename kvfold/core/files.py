@@ -92,9 +92,6 @@ def check_makeable(path: Path) -> None:
     directory, whose name is new, is removed at once. Where the parent does not exist, the nearest directory
     above it that does is checked.
 
-    Args:
-        path: what will be written.
-
     Raises:
         InvalidInput: the system refuses it.
     """
@@ -237,7 +234,7 @@ def locked(file: Path, busy: str | None) -> Iterator[None]:
             file.
         OSError: `file` cannot be created.
     """
-    if not _may_be_lock(file):
+    if file.is_symlink() or (file.exists() and not (file.is_file() and file.stat().st_size == 0)):
         raise InvalidInput(f"{file} exists and is not a lock of kvfold; move it")
     lock = _held[file] = _acquire(file, busy)
     try:
@@ -287,9 +284,6 @@ def remove_left(path: Path) -> None:
     A directory is only removed if it is this user's alone, and has the name of a private one, a lock that no
     process holds, an entry of the path's name, and nothing else.
 
-    Args:
-        path: what those runs were writing or removing.
-
     Example:
         >>> remove_left(Path("folded"))
     """
@@ -326,11 +320,7 @@ def _is_left(place: Path, name: str) -> bool:
 
 
 def release_held(directory: Path) -> None:
-    """Release this process's locks in a directory that is about to move or go, where open files cannot.
-
-    Args:
-        directory: the directory.
-    """
+    """Release this process's locks in a directory that is about to move or go, where open files cannot."""
     if MOVES_OPEN_FILES:
         return
     for file in [file for file in _held if directory in file.parents]:
@@ -360,12 +350,6 @@ def _create(file: Path) -> None:
     """
     flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
     os.close(os.open(file, flags, 0o644))
-
-
-def _may_be_lock(file: Path) -> bool:
-    if file.is_symlink():
-        return False
-    return not file.exists() or (file.is_file() and file.stat().st_size == 0)
 
 
 def _check_free(path: Path, replace: bool) -> None:

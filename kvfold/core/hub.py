@@ -128,11 +128,7 @@ def check_new_name(out: Path) -> None:
 
 
 def commit_of(directory: Path) -> str | None:
-    """Return the commit that a directory of the Hub's cache holds; None for any other directory.
-
-    Args:
-        directory: absolute path of a model.
-    """
+    """Return the commit that a directory of the Hub's cache holds; None for any other directory."""
     inside_cache = directory.parent.name == "snapshots" and directory.parent.parent.name.startswith(
         "models--"
     )

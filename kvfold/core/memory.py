@@ -93,11 +93,7 @@ def remedy_of(ways: Mapping[str, bool], last: str) -> str:
 
 
 def lack_of(output: str) -> str | None:
-    """Return that memory is full, by what a process printed that ended with a traceback; None if it was not.
-
-    Args:
-        output: its standard error, whose last line names the exception.
-    """
+    """Return that memory is full, by the standard error of a process that ended with a traceback, or None."""
     last = next(reversed(output.strip().splitlines()), "")
     if last.partition(":")[0] == "MemoryError":
         return _lack(last, is_system=True)

@@ -79,9 +79,6 @@ def place() -> tuple[int, int]:
 def check_enough(sequences: int) -> None:
     """Refuse fewer calibration sequences than processes.
 
-    Args:
-        sequences: number of sequences that all processes read together.
-
     Raises:
         InvalidInput: there are fewer than processes.
     """

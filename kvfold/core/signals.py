@@ -34,9 +34,6 @@ def interruptible(received: list[int]) -> Iterator[None]:
 
     A second signal acts as usual. Everything on disk is written whole or not at all, so that being stopped
     anywhere loses no more than being killed there.
-
-    Args:
-        received: the signals that arrive are appended to it.
     """
     previous = _handlers()
 

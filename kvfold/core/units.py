@@ -36,7 +36,7 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_context(value: object) -> object:
-    """Return a length of a context in tokens: 32768 for `"32k"`. Else as `parse_bytes`."""
+    """Return a length of a context in tokens, as `parse_bytes` does: 32768 for `"32k"`."""
     return _size(value, _CONTEXT, "it should be a number of tokens, for example 8192 or 8k")
 
 

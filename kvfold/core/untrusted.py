@@ -64,7 +64,7 @@ def read_json(
         InvalidInput: the file cannot be read, exceeds a limit, is not JSON, or is of another type.
     """
     name = printable(path if name is None else name)
-    return parse_json(_read(path, limit_bytes, name), name, limit_bytes, top=top)
+    return parse_json(read_bytes(path, limit_bytes, name), name, limit_bytes, top=top)
 
 
 def parse_json(
@@ -109,7 +109,7 @@ def read_json_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
         InvalidInput: the file cannot be read or exceeds 1 GiB, or a line is not a JSON object.
     """
     name = printable(path)
-    content = _decode(_read(path, LINES_BYTES, name), LINES_BYTES, name)
+    content = _decode(read_bytes(path, LINES_BYTES), LINES_BYTES, name)
     try:
         return [parse_json(line, "a line") for line in content.split("\n") if line]
     except InvalidInput as mistake:
@@ -120,17 +120,13 @@ def read_json_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
 def read_yaml(path: Path) -> dict[Any, Any]:
     """Read a YAML file of one mapping, written for kvfold.
 
-    Args:
-        path: a regular file, or a link to one.
-
     Returns:
         The mapping, of YAML's plain types.
 
     Raises:
         InvalidInput: as of `parse_yaml` with unique keys, or the file cannot be read.
     """
-    name = printable(path)
-    mapping: dict[Any, Any] = parse_yaml(_read(path, YAML_BYTES, name), name, unique_keys=True)
+    mapping: dict[Any, Any] = parse_yaml(read_bytes(path, YAML_BYTES), printable(path), unique_keys=True)
     return mapping
 
 
@@ -179,20 +175,18 @@ def parse_yaml(
     return value
 
 
-def read_bytes(path: Path, limit_bytes: int) -> bytes:
+def read_bytes(path: Path, limit_bytes: int, name: str | None = None) -> bytes:
     """Return the content of a regular file of limited size.
 
     Args:
         path: the file, or a link to one.
         limit_bytes: the most bytes.
+        name: the file's name in errors; by default its path.
 
     Raises:
         InvalidInput: it cannot be read, is not a regular file, or is larger.
     """
-    return _read(path, limit_bytes, printable(path))
-
-
-def _read(path: Path, limit_bytes: int, name: str) -> bytes:
+    name = printable(path) if name is None else name
     try:
         if path.exists() and not path.is_file():
             raise InvalidInput(f"{name} is not a regular file; name one")

@@ -26,24 +26,14 @@ def wait_passively_if_busy() -> None:
     if "torch" in sys.modules or any(name in os.environ for name in POLICIES):
         return
     cores = os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if is_busy(int(threads) if threads.isdecimal() else cores, cores):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-
-
-def is_busy(threads: int, cores: int) -> bool:
-    """Return whether other processes leave fewer free cores than some threads need.
-
-    They count if they run now and did so during the last minute: the end of a former command keeps the mean
-    load high, and a moment's work is soon over. Where the system does not tell, it is not busy.
-
-    Args:
-        threads: of this process.
-        cores: of the machine.
-    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdecimal() else cores
+    # Others count if they run now and did so during the last minute: the end of a former command keeps the
+    # mean load high, and a moment's work is soon over.
     try:
         mean, _, _, running, _ = LOAD.read_text(encoding="ascii").split()
         others = min(round(float(mean)), int(running.partition("/")[0]) - 1)  # this process runs too
-    except (OSError, ValueError):
-        return False
-    return threads > 1 and others + threads > cores
+    except (OSError, ValueError):  # a system that does not tell
+        return
+    if threads > 1 and others + threads > cores:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -113,8 +113,7 @@ class WorkDir:
             self.restart({})
             return
         self.keeps_all = True  # a refusal leaves what is there
-        found = self._read_all()
-        self._compare(found, wanted)
+        found = self._compare(wanted)
         self.keeps_all = False
         if any(journal.units and journal.state != state for journal in found.values()):
             notice(  # no option that the user could give makes use of them
@@ -133,7 +132,7 @@ class WorkDir:
 
     def check(self, request: Mapping[str, Any]) -> None:
         """Raise what `begin` would raise about the request."""
-        self._compare(self._read_all(), json.loads(json.dumps(request, default=str)))
+        self._compare(json.loads(json.dumps(request, default=str)))
 
     def request(self) -> dict[str, Any] | None:
         """Return the request that the directory was begun with; None if it was not begun."""
@@ -236,8 +235,15 @@ class WorkDir:
                 remove_own(path)
         return left
 
-    def _compare(self, found: Mapping[str, _Journal], wanted: Mapping[str, Any]) -> None:
-        """Refuse a request where the directory holds finished units of another."""
+    def _compare(self, wanted: Mapping[str, Any]) -> dict[str, _Journal]:
+        """Return the journals of an earlier run, unless they have finished units of another request."""
+        journals = {JOURNAL: self._read(JOURNAL)}
+        for name in self._others():
+            if name.startswith("journal"):
+                rank = name.removeprefix("journal-").removesuffix(".jsonl")
+                with locked(self.path / f"{LOCK}-{rank}", self._busy):  # no process of it is at work
+                    journals[name] = self._read(name)
+        found = {name: journal for name, journal in journals.items() if journal}
         units = {name for journal in found.values() for name in journal.units}
         before = next((journal.request for journal in found.values() if journal.request != wanted), None)
         if units and before is not None:
@@ -246,16 +252,7 @@ class WorkDir:
                 f"{', '.join(differences(before, wanted))}; give that command again to resume it, name "
                 f"another {self._option}, or remove {self.path}"
             )
-
-    def _read_all(self) -> dict[str, _Journal]:
-        """Return the journals of an earlier run, none of whose processes is still at work."""
-        found = {JOURNAL: self._read(JOURNAL)}
-        for name in self._others():
-            if name.startswith("journal"):
-                rank = name.removeprefix("journal-").removesuffix(".jsonl")
-                with locked(self.path / f"{LOCK}-{rank}", self._busy):
-                    found[name] = self._read(name)
-        return {name: journal for name, journal in found.items() if journal}
+        return found
 
     def _others(self) -> list[str]:
         """Return the names of the journals and locks of ranks above 0."""
@@ -379,8 +376,14 @@ def claimed(
                 notice(f"{path} was begun by an earlier version of kvfold, and is begun anew")
             work.clear()
         try:
-            with _sentences(work, keeps):
+            try:
                 yield work
+            except writing_errors() as error:  # for most of them the system names no file
+                found = disk_error(error, path)
+                if found is None:
+                    raise
+                kept = "what was finished is kept" if keeps(work) else ""
+                raise InvalidInput(disk_sentence(found, kept=kept)) from None
         except InvalidInput as error:
             if work.keeps_all or keeps(work):
                 raise
@@ -418,9 +421,6 @@ def joined(path: Path, kind: str, rank: int) -> Iterator[WorkDir]:
 def discard_finished(out: Path) -> bool:
     """Remove `<out>.partial` if its work has given `out` its name: a kill came before the removal.
 
-    Args:
-        out: the final name of the result.
-
     Returns:
         Whether there was such a directory.
 
@@ -452,7 +452,9 @@ def strangers(place: Path) -> Iterator[Path]:
     Args:
         place: a working directory, or a file or directory in one.
     """
-    if place.is_symlink() or (place.is_file() and not _is_own_name(place.name)):
+    name = place.name.removesuffix(".partial")
+    is_own = name.startswith(PREFIX) or any(fnmatchcase(name, pattern) for pattern in OWN_FILES)
+    if place.is_symlink() or (place.is_file() and not is_own):
         yield place
     elif place.is_dir() and not (place.name == TRACKERS or place.name.startswith(PREFIX)):
         for path in sorted(place.iterdir()):
@@ -501,11 +503,6 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     else:
         return {name: value}
     return {inner: each for key, part in inside.items() for inner, each in _flat(part, key).items()}
-
-
-def _is_own_name(name: str) -> bool:
-    name = name.removesuffix(".partial")
-    return name.startswith(PREFIX) or any(fnmatchcase(name, pattern) for pattern in OWN_FILES)
 
 
 def _check_claimable(path: Path, option: str) -> None:
@@ -562,16 +559,3 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
-
-
-@contextmanager
-def _sentences(work: WorkDir, keeps: Callable[[WorkDir], bool]) -> Iterator[None]:
-    """Raise errors of the disk as one sentence; for most of them the system names no file."""
-    try:
-        yield
-    except writing_errors() as error:
-        found = disk_error(error, work.path)
-        if found is None:
-            raise
-        kept = "what was finished is kept" if keeps(work) else ""
-        raise InvalidInput(disk_sentence(found, kept=kept)) from None

@@ -8,7 +8,6 @@ import click
 
 from ..core.command_options import read_options, takes
 from ..core.console import Command, show_json, show_table, show_text
-from ..eval.assertions import Unmet
 from .migration_options import MigrationOptions
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: An
         _show_plan(asked, as_json)
         return
     from ..core.signals import Interrupted, interruptible
+    from ..eval.assertions import Unmet
     from .steps import migrate
 
     try:

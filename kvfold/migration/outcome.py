@@ -18,7 +18,7 @@ from ..core.files import check_makeable, link_or_copy, replace_text
 from ..core.untrusted import read_json
 from ..core.version import __version__
 from ..core.work import WorkDir
-from .request import SCHEMA, Migration, begun_request, replace_json
+from .request import SCHEMA, Migration
 
 PAGE = "report.html"
 
@@ -46,7 +46,7 @@ def check_places(asked: Migration) -> None:
     check_output(asked.out, asked.source)
     check_makeable(asked.out)
     unmet = asked.unmet
-    if unmet.is_dir() and not unmet.is_symlink() and begun_request(asked.partial) is not None:
+    if unmet.is_dir() and not unmet.is_symlink() and WorkDir(asked.partial).request() is not None:
         return
     if unmet.exists() or unmet.is_symlink():
         raise InvalidInput(
@@ -93,14 +93,28 @@ def arrive(
         "not_tried": [step.name for step in asked.steps[len(found) :]],
     }
     report = json.loads(_moved(json.dumps(report), moved))
-    place = origin if held else _linked(origin, asked.partial / "unmet")
-    replace_json(place / "report.json", report)
-    paths = [asked.partial / step["kept"] / step["step"] for step in found]
-    _write_page({path: _lasting(asked, path, origin, out) for path in paths}, place / PAGE)
+    place = origin
+    if not held:  # a copy that takes no room, so that the original can be resumed from
+        place = asked.partial / "unmet"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(origin, place, copy_function=link_or_copy)
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    replace_text(place / "report.json", text + "\n")
+    lasting = {}  # where a step's checkpoint is once the search has ended; the output if it is nowhere
+    for name in (Path(step["kept"], step["step"]) for step in found):
+        stays = asked.keep_steps and asked.partial / name != origin
+        lasting[asked.partial / name] = out.resolve() / "steps" / name if stays else out.resolve()
+    _write_page(lasting, place / PAGE)
     if asked.keep_steps:
         _keep_steps(asked, origin, place / "steps")
-    _relocate(place, moved)
-    _name_command(place, asked.command)
+    for kind in (RECORD_FILE, "eval.json", CARD_FILE):
+        for file in sorted(place.rglob(kind)):
+            replace_text(file, _moved(file.read_text(encoding="utf-8"), moved))
+    record = read_record(place)
+    assert record is not None, "every step has a record"
+    record["migrate"] = {"command": asked.command}
+    replace_text(place / RECORD_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_card(place, record)
     if held:
         work.finish(place, out)
     elif out.exists():
@@ -110,19 +124,6 @@ def arrive(
     if held and asked.unmet.exists():
         notice(f"{asked.unmet} is of an earlier bound; remove it if you do not need it")
     return report
-
-
-def _linked(origin: Path, place: Path) -> Path:
-    """Return a copy that takes no room, so that the original can be resumed from."""
-    shutil.rmtree(place, ignore_errors=True)
-    return Path(shutil.copytree(origin, place, copy_function=link_or_copy))
-
-
-def _lasting(asked: Migration, path: Path, origin: Path, out: Path) -> Path:
-    """Return where a step's checkpoint is once the search has ended; the output if it is nowhere."""
-    if path == origin or not asked.keep_steps:
-        return out.resolve()
-    return out.resolve() / "steps" / path.relative_to(asked.partial)
 
 
 def _renew(out: Path, place: Path) -> None:
@@ -172,23 +173,6 @@ def _keep_steps(asked: Migration, origin: Path, kept: Path) -> None:
         for path in sorted((asked.partial / kind).iterdir()):
             if path != origin and not path.name.endswith(".partial"):
                 shutil.copytree(path, kept / kind / path.name, copy_function=link_or_copy)
-
-
-def _relocate(place: Path, moved: dict[str, str]) -> None:
-    """Write the final places of things into the records."""
-    for file in sorted(
-        path for name in ("kvfold.json", "eval.json", "README.md") for path in place.rglob(name)
-    ):
-        replace_text(file, _moved(file.read_text(encoding="utf-8"), moved))
-
-
-def _name_command(place: Path, command: str) -> None:
-    """Write the command of the search into the record and the card of the output."""
-    record = read_record(place)
-    assert record is not None, "every step has a record"
-    record["migrate"] = {"command": command}
-    replace_text(place / RECORD_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    write_card(place, record)
 
 
 def _moved(content: str, places: dict[str, str]) -> str:

@@ -5,7 +5,6 @@
 Each checkpoint appears under its name only when it is whole, so the same command resumes after the last one.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from typing import Any
 
 from ..convert.decide.plan import Plan
 from ..convert.families.source import open_source
-from ..core.files import replace_text
-from ..core.untrusted import read_json
 from ..core.work import WorkDir, claimed, working_directory
 from ..distill.recipe.recipe import Recipe
 from ..eval.assertions import Assertion
@@ -23,8 +20,6 @@ from ..eval.options import Options
 from ..texts.corpus import Text
 
 SCHEMA = 1
-_MARK = "kvfold_migrate"  # a key of the request
-_EARLIER = "asked.json"  # has the request in directories of earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +90,7 @@ class Migration:
         """
         recipe = self.recipe.resolved()
         return {
-            _MARK: SCHEMA,
+            "kvfold_migrate": SCHEMA,
             "source": open_source(self.source).checkpoint.identity(),
             "to": self.to,
             "text": self.text.sha256,
@@ -124,30 +119,6 @@ def claimed_for(asked: Migration) -> Iterator[WorkDir]:
     def keeps(work: WorkDir) -> bool:
         return any((asked.partial / name).is_dir() for name in ("folded", "distilled"))
 
-    with claimed(asked.partial, "migration", keeps=keeps, reads_earlier=True) as work:
-        earlier = None if work.request() else begun_request(asked.partial)
-        if earlier is not None:
-            work.begin(earlier)
-            work.add({"begun by": "an earlier version"})
+    with claimed(asked.partial, "migration", keeps=keeps) as work:
         work.begin(asked.asked())
         yield work
-
-
-def begun_request(partial: Path) -> dict[str, Any] | None:
-    """Return the request of the run that has begun in a directory, if one has."""
-    begun = WorkDir(partial, "migration").request()
-    if begun is None and (partial / _EARLIER).is_file():
-        begun = read_json(partial / _EARLIER)
-    return begun if begun and _MARK in begun else None
-
-
-def begun_length(partial: Path) -> int | None:
-    """Return the tokens of a calibration sequence of the run that has begun in a directory, if one has."""
-    calibration = (begun_request(partial) or {}).get("calibration")
-    length = calibration.get("length") if isinstance(calibration, dict) else None
-    return length if type(length) is int and length > 1 else None
-
-
-def replace_json(file: Path, value: Any) -> None:
-    """Write plain values, whole or not at all."""
-    replace_text(file, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ..convert.calibration.reach import default_length
@@ -19,7 +18,6 @@ from ..core.console import notice
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import read_share, show_percent, show_trained
-from ..core.work import working_directory
 from ..distill.data.samples import check_texts
 from ..distill.recipe.default_recipe import default_save, default_stage, default_steps, weights_of
 from ..distill.recipe.recipe import Evaluate, Recipe
@@ -34,7 +32,7 @@ from ..texts.corpus import read_text
 from ..texts.documents import check_calibration
 from ..texts.sources import check_encoding, check_source
 from .migration_options import STEPS, WINDOW, MigrationOptions
-from .request import Migration, Step, begun_length
+from .request import Migration, Step
 
 SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
@@ -70,10 +68,6 @@ def read_bound(text: str) -> Assertion:
         raise InvalidInput(
             f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
             f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
-        )
-    if times and not float(times[2]):
-        raise InvalidInput(
-            f"--until {text!r} can never hold, since perplexities are above 0; write for example 'ppl<1.02x'"
         )
     bound = parse(
         f"ppl.ratio{times[1]}{times[2]}" if times else text,
@@ -144,7 +138,8 @@ def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Mi
         calibration={
             "calibration": calibration,
             "sequences": effort.sequences if asked.sequences is None else asked.sequences,
-            "length": _length(source, calibration, window, working_directory(asked.out)),
+            # None leaves the length to `study`, which takes less where the source's own text breaks down.
+            "length": None if default_length(source, calibration) <= window else window,
             "seed": asked.seed,
         },
         effort=asked.effort,
@@ -168,18 +163,6 @@ def _command(asked: MigrationOptions, overrides: tuple[str, ...]) -> str:
     settings = [f"{key}={json.dumps(value)}" for key, value in asked.settings.items()]
     words += [word for setting in [*overrides, *settings] for word in ("--set", setting)]
     return shlex.join(["kvfold", "migrate", asked.model, *words])
-
-
-def _length(source: Source, calibration: str, window: int, partial: Path) -> int | None:
-    """Return the tokens of a calibration sequence: as `kvfold convert` has it, at most those of a window.
-
-    A run that has begun keeps its own, which earlier versions chose otherwise. None leaves the length to
-    `study`, which takes less where the source's own text breaks down before.
-    """
-    begun = begun_length(partial)
-    if begun is not None:
-        return begun
-    return None if default_length(source, calibration) <= window else window
 
 
 def _read_steps(source: Source, to: str, shares: tuple[float, ...] | None) -> tuple[Step, ...]:

@@ -71,7 +71,12 @@ def migrate(asked: Migration) -> dict[str, Any]:
         for number, step in enumerate(asked.steps, 1):
             _say(f"Step {number} of {len(asked.steps)}: {asked.to} {step.name}")
             found.append(_carry_out(asked, step, work))
-            _say(f"Step {number} of {len(asked.steps)}: {_told(asked, found[-1])}")
+            kept = found[-1]
+            _say(
+                f"Step {number} of {len(asked.steps)}: cache {kept['cache_ratio']:.1%}, perplexity "
+                f"{kept['perplexity'][kept['kept']]:.4g} ({kept['perplexity_ratio']['mean']:.4f}x), KL "
+                f"{kept['kl']['mean']:.4f}: {asked.bound.text} {'holds' if kept['met'] else 'does not hold'}"
+            )
             if not found[-1]["met"]:
                 break
         return arrive(asked, identity, found, work)
@@ -250,13 +255,3 @@ def _say(text: str) -> None:
         click.echo(text, err=True)
     else:
         LOG.info(text)
-
-
-def _told(asked: Migration, found: dict[str, Any]) -> str:
-    ratio, kl = found["perplexity_ratio"]["mean"], found["kl"]["mean"]
-    holds = "holds" if found["met"] else "does not hold"
-    return (
-        f"cache {found['cache_ratio']:.1%}, perplexity {found['perplexity'][found['kept']]:.4g} "
-        f"({ratio:.4f}x), KL {kl:.4f}: "
-        f"{asked.bound.text} {holds}"
-    )

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]
     """
     chosen = [name for name in files if any(Path(name).match(pattern) for pattern in _PATTERNS)]
     found = {name: read_json(directory / name, top=None) for name in chosen if name.endswith(".json")}
-    pages = {name: _read_page(directory / name) for name in chosen if name not in found}
+    pages = {
+        name: (directory / name).read_bytes().decode("utf-8", "surrogateescape")
+        for name in chosen
+        if name not in found
+    }
     paths = [path for content in found.values() for path in _paths(content)]
     for page in pages.values():  # which have commands for other checkpoints
         paths += filter(_is_place, _EVALUATED.findall(page))
@@ -62,10 +67,6 @@ def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]
     return changed
 
 
-def _read_page(file: Path) -> str:
-    return file.read_bytes().decode("utf-8", "surrogateescape")
-
-
 def _is_place(text: str) -> bool:
     """Return whether a text is a path of at least two parts: one, such as `/out`, tells nothing."""
     return Path(text).is_absolute() and len(Path(text).parts) > 2
@@ -80,17 +81,14 @@ def _paths(value: Any, key: str = "") -> Iterator[str]:
         for inner in value:
             yield from _paths(inner, key)
     elif isinstance(value, str) and key != "notices":  # sentences, which may begin with a path
-        for word in (value, *(_words(value) if key in _COMMANDS else ())):
+        words = []
+        if key in _COMMANDS:
+            with suppress(ValueError):  # of a command that kvfold did not write
+                words = shlex.split(value)
+        for word in (value, *words):
             path = word.removeprefix("self+")  # of --calibration self+FILE
             if _is_place(path):
                 yield path
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # kvfold did not write it
-        return []
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

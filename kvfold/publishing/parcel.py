@@ -87,7 +87,8 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
             half-written.
     """
     needed = {*_weights(directory), *_NEEDED, *(CODE if carries_own_code(directory) else ())}
-    images = _images(card)
+    shown = {unquote(place or other).removeprefix("./") for place, other in _IMAGE.findall(card)}
+    images = {place for place in shown if PurePosixPath(place).suffix.lower() in _IMAGES}
     files: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for entry in sorted(directory.iterdir()):
@@ -98,7 +99,9 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
         for path in _files_in(entry):
             name = path.relative_to(directory).as_posix()
             is_needed = name in needed
-            if not (is_needed or name in images or any(_matches(name, other) for other in _OTHERS)):
+            # A `*` of a pattern stands for no `/`.
+            same_depth = (other for other in _OTHERS if other.count("/") == name.count("/"))
+            if not (is_needed or name in images or any(fnmatchcase(name, each) for each in same_depth)):
                 left_out[f"{entry.name}/" if entry.is_dir() else name] = "not part of a checkpoint"
                 continue
             flaw = flaw_of(path, directory, None if is_needed else LIMIT_BYTES)
@@ -109,11 +112,6 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
                 continue
             files[name] = path.stat().st_size
     return files, left_out
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches a pattern whose `*` stands for no `/`."""
-    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def _weights(directory: Path) -> set[str]:
@@ -129,16 +127,8 @@ def _weights(directory: Path) -> set[str]:
     return {INDEX, *(path.name for path in files)}
 
 
-def _images(card: str) -> set[str]:
-    """Return the names of the files that a card shows."""
-    places = {unquote(place or other).removeprefix("./") for place, other in _IMAGE.findall(card)}
-    return {place for place in places if PurePosixPath(place).suffix.lower() in _IMAGES}
-
-
 def _files_in(entry: Path) -> list[Path]:
-    """Return an entry of a directory, or all that is inside it if it is a directory itself."""
-    if not entry.is_dir():
+    """Return an entry of a directory, or all that is inside it if it is a directory and no link."""
+    if not entry.is_dir() or entry.is_symlink():
         return [entry]
-    if entry.is_symlink():
-        return [entry]  # it is left out by its name, and nothing in it is looked at
     return sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())

@@ -63,7 +63,14 @@ def publish(publication: Publication) -> Upload:
         if "README.md" in there:
             _check_text(api, publication)
         removed = tuple(sorted(name for name in there - publication.sizes.keys() if WEIGHTS.fullmatch(name)))
-        _lay_out(publication, Path(place))
+        written = {**publication.contents, "README.md": publication.card.encode()}
+        for name in publication.sizes:
+            file = Path(place, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if name in written:
+                file.write_bytes(written[name])
+            else:
+                link_or_copy(publication.directory.resolve() / name, file, symbolic=True)
         commit = api.upload_folder(
             repo_id=repository,
             folder_path=place,
@@ -72,18 +79,6 @@ def publish(publication: Publication) -> Upload:
             delete_patterns=list(removed) or None,
         )
     return Upload(str(commit.oid), removed)
-
-
-def _lay_out(publication: Publication, folder: Path) -> None:
-    """Link the files of a publication into an empty folder, and write those that are sent otherwise there."""
-    written = {**publication.contents, "README.md": publication.card.encode()}
-    for name in publication.sizes:
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if name in written:
-            place.write_bytes(written[name])
-        else:
-            link_or_copy(publication.directory.resolve() / name, place, symbolic=True)
 
 
 def _check_repository(publication: Publication, there: set[str], private: bool) -> None:

@@ -13,6 +13,8 @@ from .document_rows import DocumentSource
 from .sources import read_texts
 from .standard_library import stdlib_documents
 from .text_files import compression, is_plain_text
+from .text_flaws import utf8_flaw
+from .wikitext import articles, plain_spelling, read_rows, words
 
 _LARGEST = 2**30  # bytes of a text
 
@@ -78,9 +80,13 @@ def read_text(text: str, rows: Path | None = None, field: str = "text", field_op
             WikiText-2 cannot be obtained.
     """
     if match := re.fullmatch(r"wikitext2-gptq-(\d+)", text):
-        return _gptq(text, int(match[1]), rows)
+        if int(match[1]) < 2:
+            raise InvalidInput(f"--text {text}: a window has at least 2 tokens; use wikitext2-gptq-2048")
+        return Text(text, tuple(read_rows(rows)), "gptq", int(match[1]))
     if text == "lm-eval:wikitext":
-        return _harness(text, rows)
+        pages = articles(read_rows(rows))
+        original = Size(sum(map(words, pages)), sum(len(page.encode()) for page in pages))
+        return Text(text, tuple(map(plain_spelling, pages)), "rolling", original=original)
     if rows is not None:
         raise InvalidInput(
             f"--rows is for WikiText-2, not for --text {text}; leave it out, or use --text "
@@ -89,34 +95,6 @@ def read_text(text: str, rows: Path | None = None, field: str = "text", field_op
     if text == "stdlib":
         return Text("stdlib", stdlib_documents(held_out=True))
     path = Path(os.path.expanduser(text.removeprefix("text:")))
-    _check_file(path, text)
-    if compression(path) or not is_plain_text(path):
-        place = text.removeprefix("text:")
-        documents = _read_rows(DocumentSource(place, field, option="--text", field_option=field_option))
-    else:
-        documents = (_read_plain(path, text),)
-    if not any(document.strip() for document in documents):
-        raise InvalidInput(f"{printable(text)} holds no text; an evaluation needs at least one window of it")
-    return Text(f"text:{path.name}", documents)
-
-
-def _gptq(name: str, window: int, rows: Path | None) -> Text:
-    from .wikitext import read_rows
-
-    if window < 2:
-        raise InvalidInput(f"--text {name}: a window has at least 2 tokens; use wikitext2-gptq-2048")
-    return Text(name, tuple(read_rows(rows)), "gptq", window)
-
-
-def _harness(name: str, rows: Path | None) -> Text:
-    from .wikitext import articles, plain_spelling, read_rows, words
-
-    pages = articles(read_rows(rows))
-    original = Size(sum(map(words, pages)), sum(len(page.encode()) for page in pages))
-    return Text(name, tuple(map(plain_spelling, pages)), "rolling", original=original)
-
-
-def _check_file(path: Path, text: str) -> None:
     if not path.is_file():
         raise InvalidInput(
             f"{printable(text)} is not a file; --text takes a file of text or of documents, or the word "
@@ -127,6 +105,17 @@ def _check_file(path: Path, text: str) -> None:
             f"{printable(text)} has {path.stat().st_size:,} bytes; an evaluation reads a text of at most "
             f"{_LARGEST:,}, so name a part of it"
         )
+    if compression(path) or not is_plain_text(path):
+        place = text.removeprefix("text:")
+        documents = _read_rows(DocumentSource(place, field, option="--text", field_option=field_option))
+    else:
+        try:  # with its line ends, since the file is scored and hashed
+            documents = (path.read_bytes().decode("utf-8"),)
+        except UnicodeDecodeError as error:
+            raise InvalidInput(utf8_flaw(printable(text), error.start)) from None
+    if not any(document.strip() for document in documents):
+        raise InvalidInput(f"{printable(text)} holds no text; an evaluation needs at least one window of it")
+    return Text(f"text:{path.name}", documents)
 
 
 def _read_rows(source: DocumentSource) -> tuple[str, ...]:
@@ -142,12 +131,3 @@ def _read_rows(source: DocumentSource) -> tuple[str, ...]:
                 "reads; name a part of it"
             )
     return tuple(documents)
-
-
-def _read_plain(path: Path, text: str) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")  # with its line ends, since the file is scored and hashed
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{printable(text)} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv -t UTF-8"
-        ) from None

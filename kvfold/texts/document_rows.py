@@ -13,7 +13,8 @@ import pickle
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -135,23 +136,20 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
         batches = _read_apart(request, source)
     for columns in batches:
         if source.field not in columns:
-            raise InvalidInput(f"{source.called} has no field {source.field!r}; {_advise(source, columns)}")
-        if request.name == _PLAIN:
-            yield {"text": [_open_plain(Path(file), source) for file in columns["text"]]}
-        else:
+            fields = ", ".join(columns)
+            advice = f"it has {fields}; rename the field with the documents to {source.field!r}"
+            if source.field_option:
+                advice = f"{source.field_option} can be {fields}"
+            raise InvalidInput(f"{source.called} has no field {source.field!r}; {advice}")
+        if request.name != _PLAIN:
             yield columns
-
-
-def _open_plain(file: Path, source: DocumentSource) -> str | LongText:
-    text = LongText(file, source)
-    beginning = list(islice(text, 2))
-    return text if len(beginning) > 1 else "".join(beginning)
-
-
-def _advise(source: DocumentSource, fields: Iterable[str]) -> str:
-    if source.field_option:
-        return f"{source.field_option} can be {', '.join(fields)}"
-    return f"it has {', '.join(fields)}; rename the field with the documents to {source.field!r}"
+            continue
+        texts: list[str | LongText] = []
+        for file in columns["text"]:
+            text = LongText(Path(file), source)
+            beginning = list(islice(text, 2))
+            texts.append(text if len(beginning) > 1 else "".join(beginning))
+        yield {"text": texts}
 
 
 def read_downloaded(source: DocumentSource) -> Iterator[Mapping[str, Any]]:
@@ -183,9 +181,6 @@ def _request(source: DocumentSource, seed: int | None, batch: int) -> RowsReques
 
 def open_rows(request: RowsRequest) -> Iterator[Mapping[str, Any]]:
     """Yield batches of rows in this process; errors are those of `datasets`."""
-    if request.name == _PLAIN:
-        yield from _name_files(request)
-        return
     from datasets import Dataset, disable_progress_bars, load_dataset, logging
 
     logging.set_verbosity(logging.CRITICAL)  # it raises what it logs about a damaged file
@@ -261,24 +256,17 @@ def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
     if _NO_ROWS in str(error):
         return InvalidInput(f"{source.called} holds a Parquet file without rows; leave that file out")
     reason = printable(" ".join(str(error).split())) or type(error).__name__
-    return InvalidInput(f"{source.called} cannot be read: {_flaw(source) or reason}")
-
-
-def _flaw(source: DocumentSource) -> str | None:
-    """Return the flaw of a source's files that a user can find; None where there is no such."""
-    try:
-        return first_flaw(find_files(source.place, source.option), str(Path(source.place).expanduser()))
-    except (OSError, RuntimeError, InvalidInput):
-        return None
+    with suppress(OSError, RuntimeError, InvalidInput):  # what its owner can find
+        files = find_files(source.place, source.option)
+        reason = first_flaw(files, str(Path(source.place).expanduser())) or reason
+    return InvalidInput(f"{source.called} cannot be read: {reason}")
 
 
 def _read_here(request: RowsRequest, source: DocumentSource) -> Iterator[Mapping[str, Any]]:
-    rows = open_rows(request)
+    rows = _name_files(request) if request.name == _PLAIN else open_rows(request)
     while True:
         try:
             columns = next(rows, None)
-        except InvalidInput:
-            raise
         except UNREADABLE as error:
             raise explain(error, source) from None
         except RuntimeError as error:
@@ -298,10 +286,7 @@ def _read_apart(request: RowsRequest, source: DocumentSource) -> Iterator[Mappin
     """Yield batches that a process of its own reads; a crash of it is a mistake of the file's."""
     # The child finds this kvfold and `datasets` where this process does.
     code = f"import sys; sys.path[:] = {sys.path!r}; from kvfold.texts.reader_process import main; main()"
-    environment = {
-        **os.environ,
-        "USE_TORCH": "0",
-    }  # rows are plain values, and importing torch takes a second
+    environment = {**os.environ, "USE_TORCH": "0"}  # rows are plain values; importing torch takes a second
     with TemporaryFile() as said:
         child = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -318,8 +303,17 @@ def _read_apart(request: RowsRequest, source: DocumentSource) -> Iterator[Mappin
             while True:
                 try:
                     frame: Frame = pickle.load(child.stdout)
-                except (EOFError, pickle.UnpicklingError):
-                    raise InvalidInput(_describe_end(child, said, source)) from None
+                except (EOFError, pickle.UnpicklingError):  # it ended before its last frame
+                    ended = child.wait()
+                    said.seek(0)
+                    lines = said.read().decode("utf-8", "replace").strip().splitlines()
+                    reason = printable(lines[-1]) if lines else f"exit code {ended}"
+                    if ended < 0:
+                        reason = (
+                            f"its reader crashed on it (signal {-ended}); give one JSON object per line, or "
+                            "a sound Parquet file"
+                        )
+                    raise InvalidInput(f"{source.called} cannot be read: {reason}") from None
                 if frame[0] == "end":
                     return
                 if frame[0] == "refusal":
@@ -331,19 +325,6 @@ def _read_apart(request: RowsRequest, source: DocumentSource) -> Iterator[Mappin
             child.kill()
             child.wait()
             child.stdout.close()
-
-
-def _describe_end(child: subprocess.Popen[bytes], said: Any, source: DocumentSource) -> str:
-    """Return the sentence for a child that ended before its last frame."""
-    code = child.wait()
-    if code < 0:
-        return (
-            f"{source.called} cannot be read: its reader crashed on it (signal {-code}); give one JSON "
-            "object per line, or a sound Parquet file"
-        )
-    said.seek(0)
-    lines = said.read().decode("utf-8", "replace").strip().splitlines()
-    return f"{source.called} cannot be read: {printable(lines[-1] if lines else f'exit code {code}')}"
 
 
 def _is_harmless(file: Path) -> bool:

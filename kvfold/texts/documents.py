@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,7 @@ def _read_stream(text: str, seed: int) -> Iterator[str]:
             field=field or "text",
             field_option=f"FIELD of {name}:{config}:{split or 'train'}:FIELD",
         )
-    for texts in read_texts(source, seed):
-        yield from texts
+    yield from chain.from_iterable(read_texts(source, seed))
 
 
 def _names_data_set(text: str) -> bool:

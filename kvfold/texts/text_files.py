@@ -88,7 +88,12 @@ def _look_up(name: str, called: str) -> list[Path]:
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*")) if builder_of(file) and _is_inside(file, path)]
         if not found:
-            _check_listable(path)
+
+            def fail(error: OSError) -> None:  # of a directory that cannot be listed, which a search skips
+                raise error
+
+            for _ in os.walk(path, onerror=fail):
+                pass
             raise InvalidInput(
                 f"{called} is a directory that holds no file of a known kind; name one of {KINDS}"
             )
@@ -106,20 +111,6 @@ def _look_up(name: str, called: str) -> list[Path]:
         if not found:
             raise InvalidInput(f"{called} is neither a file of {KINDS} here nor an org/name on the Hub")
     return found
-
-
-def _check_listable(directory: Path) -> None:
-    """Raise the error of the first directory in a tree that cannot be listed, which a search skips.
-
-    Raises:
-        OSError: as the system says, such as that permission is denied.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for _ in os.walk(directory, onerror=fail):
-        pass
 
 
 def _begins_as_text(file: Path) -> bool:
@@ -150,11 +141,7 @@ def open_text(file: Path) -> Any:
 
 
 def flaw_of_utf8(file: Path) -> int | None:
-    """Return the place of the first byte that is not UTF-8, or None; of compressed files in their content.
-
-    Args:
-        file: as for `open_text`.
-    """
+    """Return the place of the first byte that is not UTF-8, or None; of compressed files in their content."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
     with open_text(file) as stream:

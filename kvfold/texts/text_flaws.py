@@ -25,7 +25,9 @@ def first_flaw(files: Sequence[Path], place: str) -> str | None:
             continue
         flaw = None
         if is_plain_text(file):
-            flaw = _flaw_of_text(file, "it" if str(file) == place else printable(file))
+            byte = flaw_of_utf8(file)
+            if byte is not None:
+                flaw = utf8_flaw("it" if str(file) == place else printable(file), byte)
         elif builder_of(file) == "json":
             flaw = _flaw_of_json(file, "" if str(file) == place else f"{printable(file)} ")
         if flaw:
@@ -36,11 +38,6 @@ def first_flaw(files: Sequence[Path], place: str) -> str | None:
 def utf8_flaw(name: str, byte: int) -> str:
     """Return half a sentence for a text that is not UTF-8 from a byte on."""
     return f"{name} is not UTF-8 text (byte {byte}); save it as UTF-8"
-
-
-def _flaw_of_text(file: Path, name: str) -> str | None:
-    byte = flaw_of_utf8(file)
-    return None if byte is None else utf8_flaw(name, byte)
 
 
 def _flaw_of_json(file: Path, called: str) -> str | None:

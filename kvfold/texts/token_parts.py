@@ -103,11 +103,7 @@ def token_parts(tokenizer: Any, text: str | Iterable[str]) -> Iterator[Tokens]:
 
 
 class _Held:
-    """The part of a text that is in memory.
-
-    Args:
-        text: a text, or its parts.
-    """
+    """The part of a text that is in memory."""
 
     def __init__(self, text: str | Iterable[str]) -> None:
         if isinstance(text, str):

@@ -40,6 +40,7 @@ def begun(path: Path, **units: Any) -> Path:
 
 
 def content(directory: Path) -> dict[str, bytes | str | None]:
+    """Return every entry of a directory with its bytes, or its target where it is a link."""
     return {
         str(path.relative_to(directory)): os.readlink(path)
         if path.is_symlink()

@@ -261,7 +261,6 @@ def test_wrong_bounds(text: str) -> None:
         ("delta_p_rms>0.1", "the report has no delta_p_rms"),
         ("fidelity.delta_p_rms.mean>0.1", "did you mean 'fidelity.delta_p_rms.mean<0.1'?"),
         ("ppl.teacher.perplexity>3", "is no bound of what is lost"),
-        ("ppl<0.0x", "can never hold, since perplexities are above 0"),
         ("ppl<.5x", "is not a comparison with a number"),
         ("ppl<1.2.3x", "is not a comparison with a number"),
         ("ppl.x<1", "suites.ppl has no x; it has"),

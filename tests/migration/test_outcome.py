@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvfold.core.work import WorkDir
-from kvfold.migration import cli, request_reader, steps
-from kvfold.migration.request import begun_request, replace_json, working_directory
+from kvfold.core.work import WorkDir, working_directory
+from kvfold.migration import steps
 
 from ..support.migrations import arguments, interrupt, invoke, unproven
 
@@ -91,71 +90,10 @@ def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
 def test_calibration_is_as_long_as_that_of_convert(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window that is shorter counts, and so does what a run of an earlier version began with."""
+    """Where a window is shorter, it is as long as that."""
     seen: list[Any] = []
-    monkeypatch.setattr(cli, "_run", lambda asked: seen.append(asked) or {"met": True})
-    for window, begun in (("256", None), ("32", None), ("256", 128)):
-        out = tmp_path / f"{window}-{begun}"
-        if begun is not None:
-            working_directory(out).mkdir()
-            record = {"kvfold_migrate": 1, "calibration": {"length": begun}}
-            replace_json(working_directory(out) / "asked.json", record)
-        done = invoke([*arguments(texts, out, window=window), "--json"])
+    monkeypatch.setattr(steps, "migrate", lambda asked: seen.append(asked) or {"met": True})
+    for window in ("256", "32"):
+        done = invoke([*arguments(texts, tmp_path / window, window=window), "--json"])
         assert done.exit_code == 0, done.output
-    assert [asked.calibration["length"] for asked in seen] == [None, 32, 128]
-
-
-@pytest.mark.parametrize("length", [None, 128])
-def test_a_begun_run_keeps_the_length_of_its_calibration(
-    length: int | None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one of an earlier version, which wrote a number where this one leaves the length open."""
-    unproven(monkeypatch)
-    lengths: list[int | None] = []
-    study = steps.study
-
-    def seen(*given: Any, **options: Any) -> Any:
-        lengths.append(options["length"])
-        return study(*given, **options)
-
-    monkeypatch.setattr(steps, "study", seen)
-    results = []
-    for name, stop in (("whole", ""), ("begun", "study")):
-        out = tmp_path / name
-        words = [*arguments(texts, out, window="256", steps="50%"), "--json"]
-        with monkeypatch.context() as patch:
-            if length is not None:
-                patch.setattr(request_reader, "_length", lambda *_: length)
-            if stop:
-                patch.setattr(steps, stop, interrupt)
-            assert invoke(words).exit_code == (130 if stop else 0)
-        if stop:
-            record = begun_request(working_directory(out))
-            assert record is not None
-            assert record["calibration"]["length"] == length
-            again = invoke(words)
-            assert again.exit_code == 0, again.output
-        results.append((out / "model.safetensors").read_bytes())
-    assert lengths == [length] * 2
-    assert results[0] == results[1]
-
-
-def test_a_migration_of_an_earlier_version_is_resumed(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had a record of its request in place of a journal."""
-    unproven(monkeypatch)
-    out = tmp_path / "out"
-    words = arguments(texts, out, steps="50%")
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, "distill", interrupt)
-        assert invoke(words).exit_code == 130
-    partial = working_directory(out)
-    replace_json(partial / "asked.json", begun_request(partial))
-    (partial / "journal.jsonl").unlink()
-    partial.chmod(0o755)
-    other = invoke([*words, "--seed", "1"])
-    assert (other.exit_code, "differs in calibration.seed (was 0)" in other.stderr) == (2, True)
-    monkeypatch.setattr(steps, "rewrite", None)
-    assert invoke(words).exit_code == 0
-    assert not partial.exists()
+    assert [asked.calibration["length"] for asked in seen] == [None, 32]

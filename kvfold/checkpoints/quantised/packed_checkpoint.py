@@ -247,9 +247,6 @@ def _unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Open a model directory, quantised or not, as a mapping of float tensors.
 
-    Args:
-        directory: the directory.
-
     Raises:
         InvalidInput: as of `Checkpoint` and `QuantisedCheckpoint`.
 

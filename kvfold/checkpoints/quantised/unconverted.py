@@ -31,11 +31,7 @@ Spelling = Callable[[Config, OutputModules], Config]
 
 
 def in_list(*fields: str) -> Spelling:
-    """Return the spelling of schemes that list names; the first field that a config has, or else the first.
-
-    Args:
-        fields: names of the list.
-    """
+    """Return the spelling of schemes that list names, in the first field that a config has, or the first."""
 
     def spell(config: Config, modules: OutputModules) -> Config:
         field = next((name for name in fields if config.get(name) is not None), fields[0])
