@@ -11,7 +11,8 @@ import torch
 
 from ..algebra.target import Geometry, LatentTarget
 from ..families.family import Family
-from ..families.recognition import FAMILIES, attending, complete, configured, geometry_of
+from ..families.recognition import attending, complete, configured, geometry_of
+from ..families.rows import FAMILIES
 from ..families.source import shape_of
 from ..families.stored_tensors import attention_shapes, names_outside_attention
 from ..formats.remote import Remote

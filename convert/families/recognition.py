@@ -9,30 +9,12 @@ from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
 from ..algebra.target import Geometry
 from .config_fields import check_fields
-from .family import Block, Family
+from .family import Family
 from .layers.layer_kinds import ATTENTION, SLIDING
 from .layers.layer_shapes import first_follower, overrides
 from .loaded_config import default_of, loaded_config
 from .rows import FAMILIES
 from .unfolded import CODE_ONLY, UNFOLDED
-
-__all__ = [
-    "FAMILIES",
-    "Block",
-    "Family",
-    "as_causal",
-    "attending",
-    "complete",
-    "configured",
-    "family_of",
-    "geometry_of",
-    "intact_reason",
-    "is_multimodal",
-    "latent_obstacle",
-    "never_latent",
-    "rotary_width",
-    "rotated",
-]
 
 # Model types that read a whole text at once: there is no KV cache to fold.
 _ENCODERS = {

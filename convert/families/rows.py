@@ -74,8 +74,8 @@ _OTHERS = "some of its layers do not attend"
 
 _ROWS = {
     "llama": Family(label="Llama", architecture="LlamaForCausalLM"),
-    "mistral": Family(label="Mistral", architecture="MistralForCausalLM"),
-    "ministral": Family(label="Ministral", architecture="MinistralForCausalLM"),
+    "mistral": Family(label="Mistral", architecture="MistralForCausalLM", windowed=True),
+    "ministral": Family(label="Ministral", architecture="MinistralForCausalLM", windowed=True),
     "ministral3": Family(
         label="Ministral 3",
         architecture="Ministral3ForCausalLM",
@@ -113,7 +113,7 @@ _ROWS = {
     "gemma": Family(
         label="Gemma",
         architecture="GemmaForCausalLM",
-        block=Block(norm_shift=1.0, embedding_root=True),
+        block=Block(norm_shift=1.0, embedding_root=True, activation="gelu_pytorch_tanh"),
     ),
     "gemma2": Family(
         label="Gemma 2",
@@ -334,7 +334,7 @@ _ROWS = {
         block="its MLP has no gate",
     ),
     "helium": Family(label="Helium", architecture="HeliumForCausalLM", rotary="interleaved"),
-    "cwm": Family(label="CWM", architecture="CwmForCausalLM"),
+    "cwm": Family(label="CWM", architecture="CwmForCausalLM", windowed=True),
     "seed_oss": Family(label="Seed-OSS", architecture="SeedOssForCausalLM"),
     "ernie4_5": Family(
         label="Ernie 4.5",

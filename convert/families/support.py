@@ -4,27 +4,22 @@
 are the source's.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import click
 
 from ...core.console import Command, show_json, show_table
-from ...core.errors import InvalidInput
+from .family import Block, Family
 from .hosts import HOSTS
 from .recognition import (
-    FAMILIES,
-    Family,
     as_causal,
-    attending,
-    complete,
     intact_reason,
     is_multimodal,
     never_latent,
-    rotated,
     stock_reasons,
 )
+from .rows import FAMILIES
 from .unfolded import verdict
 
 # Nats per token of predicted loss that decoupled rotation may cost over intact rotation, at the same cache,
@@ -69,18 +64,8 @@ def support(kind: str) -> tuple[Support, ...]:
         kind: its model_type, a key of FAMILIES.
     """
     family = FAMILIES[kind]
-    try:
-        config = complete(family, {"model_type": kind})
-    except InvalidInput as missing:  # in an older transformers
-        return tuple(Support(target=to, status="no", why=str(missing)) for to in ("gqa", "mqa", "mla"))
-    stock = _latent(family, config)
-    return (
-        _heads(family, "gqa"),
-        _heads(family, "mqa"),
-        stock,
-        _serving(stock, config),
-        _remote(family, config),
-    )
+    stock = _latent(family)
+    return _heads(family, "gqa"), _heads(family, "mqa"), stock, _serving(family, stock), _remote(family)
 
 
 def _heads(family: Family, target: str) -> Support:
@@ -109,7 +94,7 @@ def _heads(family: Family, target: str) -> Support:
     )
 
 
-def _latent(family: Family, config: Mapping[str, Any]) -> Support:
+def _latent(family: Family) -> Support:
     reasons = stock_reasons(family)
     if reasons:
         regressed = family.k_norm is not None and not stock_reasons(replace(family, k_norm=None))
@@ -117,11 +102,9 @@ def _latent(family: Family, config: Mapping[str, Any]) -> Support:
             "it normalises its keys: approximate, by statistics, below full rank" if regressed else reasons[0]
         )
         return Support(target="mla", container="stock", status="no", why=why)
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    mixed = len({rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}) > 1
     notes = {
-        "with sliding_window off": windowed,
-        "its layers without rotation leave the rotary key empty": mixed,
+        "with sliding_window off": family.windowed,
+        "its layers without rotation leave the rotary key empty": family.unrotated is not None,
     }
     why = "; ".join(note for note, holds in notes.items() if holds)
     return Support(
@@ -129,33 +112,26 @@ def _latent(family: Family, config: Mapping[str, Any]) -> Support:
     )
 
 
-def _serving(stock: Support, config: Mapping[str, Any]) -> Support:
+def _serving(family: Family, stock: Support) -> Support:
     """Return the cell of the stock class in the one shape that other engines take."""
-    act = config.get("hidden_act")
-    why = "engines other than transformers compute silu in the class" if act != "silu" else ""
-    if stock.status == "no" or why:
-        return replace(
-            stock,
-            container="serving",
-            architecture=None,
-            status="no",
-            why=stock.why if stock.status == "no" else why,
-        )
+    if stock.status == "no":
+        return replace(stock, container="serving")
+    if isinstance(family.block, Block) and family.block.activation != "silu":
+        why = "engines other than transformers compute silu in the class"
+        return replace(stock, container="serving", architecture=None, status="no", why=why)
     why = "exact for one key/value head of at most 64, all rotary, without biases"
     return replace(stock, container="serving", status="approximate", why=why)
 
 
-def _remote(family: Family, config: Mapping[str, Any]) -> Support:
-    """Return the cell of the source's class with kvfold's attention, which holds every family.
+def _remote(family: Family) -> Support:
+    """Return the cell of the source's class with kvfold's attention, whose form is that of form.choose_form.
 
-    The form is that of form.choose_form.
+    Families with sinks have biases.
     """
-    turns = {rotated(family, config, layer) for layer in attending(family, config)}
-    # Families with sinks have biases.
     never = never_latent(family)
     if never is not None:
         return Support(target="mla", container="remote", status="no", why=never)
-    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turns) > 1)
+    reason = intact_reason(family, biased=True, unlike=family.unrotated is not None)
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:
         form = f"intact: with statistics decoupled, where that loses at most {LIMIT} nats more"

@@ -16,9 +16,9 @@ from ...core.errors import InvalidInput
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import Geometry, GroupedTarget
+from ..families.family import Family
 from ..families.hosts import HOSTS, Host
 from ..families.packing import outputs, pack, shapes
-from ..families.recognition import Family
 from ..families.source import Source
 from ..methods.latent import source_bands
 from .container import Container

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...checkpoints.quantised.packed_checkpoint import as_stored
-from ..families.recognition import FAMILIES
+from ..families.rows import FAMILIES
 from .tower import Tower
 from .tower_targets import latent_never, latent_refusal
 from .whole_checkpoint import other_specs

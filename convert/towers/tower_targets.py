@@ -1,7 +1,8 @@
 """The targets that have a place in a whole multimodal checkpoint, and the refusals of the others."""
 
 from ...core.errors import InvalidInput
-from ..families.recognition import FAMILIES, complete, configured, latent_obstacle, never_latent
+from ..families.recognition import complete, configured, latent_obstacle, never_latent
+from ..families.rows import FAMILIES
 from ..request import FoldRequest
 from .text_class import STOCK, decoder_place, holds_other_classes
 from .tower import Tower

@@ -3,7 +3,7 @@
 from kvfold.convert.decide.engines import ENGINES
 from kvfold.convert.decide.rules.engine_pairs import OUTPUTS
 from kvfold.convert.decide.rules.known_classes import CLASSES
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.support import Support, support
 from kvfold.verification.engine_table import NAMES, verdict
 

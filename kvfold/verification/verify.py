@@ -261,7 +261,7 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
     Intact latents keep positions where others keep values.
     """
     from ..convert.families.layers.layer_kinds import ATTENTION
-    from ..convert.families.recognition import FAMILIES
+    from ..convert.families.rows import FAMILIES
 
     counted = [keys if written.layout == "intact" else keys + values for keys, values in layers]
     mean = sum(counted) / len(counted)

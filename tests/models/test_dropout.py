@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert.cli import main
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.support import support
 from kvfold.models.decoder import is_attention
 from kvfold.models.shipped.layers_kvfold import dropout_of

@@ -21,7 +21,7 @@ from kvfold.convert.decide.rules.engine_pairs import (
     takes_any_width,
 )
 from kvfold.convert.decide.rules.known_classes import CLASSES
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.request import fold_request
 from kvfold.convert.settle.settle import make_plan
 from kvfold.verification.engine_table import engine_table, markdown, runs_table, verdict

@@ -20,7 +20,7 @@ import kvfold
 from kvfold.cli import main
 from kvfold.convert.decide.engine_rules import RULES, lint
 from kvfold.convert.decide.engines import ENGINES
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.formats.stock import Stock
 from kvfold.verification.verify import verify
 

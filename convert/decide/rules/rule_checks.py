@@ -10,7 +10,8 @@ import torch
 from ....core.errors import InvalidInput
 from ....core.untrusted import read_json
 from ....models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
-from ...families.recognition import FAMILIES, configured, never_latent
+from ...families.recognition import configured, never_latent
+from ...families.rows import FAMILIES
 from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
 from ..expected_tensors import expected_tensors
 from ..lint import Written

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main as kvfold
 from kvfold.convert.cli import main
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.support import Support, support
 
 from ...support.tiny import ROPE, make, same_bytes

@@ -12,11 +12,8 @@ from torch import Tensor
 from kvfold.cli import main as kvfold
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.families.packing import pack, unpack
-from kvfold.convert.families.recognition import (
-    FAMILIES,
-    as_causal,
-    rotated,
-)
+from kvfold.convert.families.recognition import as_causal, rotated
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.families.unfolded import UNFOLDED, verdict
 from kvfold.convert.towers.text_class import holds_other_classes

@@ -177,7 +177,8 @@ def test_fields_without_meaning_are_one_sentence(case: str, source: Path, tmp_pa
 
 def test_layers_follow_from_each_family_s_own_fields() -> None:
     """Qwen3-Next's interval, Jamba's period, Bamba's and LFM2's numbers, Granite's older names."""
-    from kvfold.convert.families.recognition import FAMILIES, attending, complete
+    from kvfold.convert.families.recognition import attending, complete
+    from kvfold.convert.families.rows import FAMILIES
 
     def layers(kind: str, **fields: Any) -> tuple[int, ...]:
         family = FAMILIES[kind]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.checkpoints.directory import Checkpoint
 from kvfold.cli import main
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.source import open_source
 from kvfold.models.layered_model import LayeredModel
 from kvfold.verification.verify import verify

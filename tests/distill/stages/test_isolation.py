@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from kvfold.convert.cli import main as convert
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
