@@ -9,7 +9,7 @@ import torch
 
 from ....core.errors import InvalidInput
 from ....core.untrusted import read_json
-from ....models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
+from ....models.remote_code import AUTO_MAP, FILES
 from ...families.recognition import configured, never_latent
 from ...families.rows import FAMILIES
 from ...formats.serving_widths import NARROW, NORM_EPSILON, SERVING
@@ -89,11 +89,6 @@ def code(written: Written) -> str:
         if name not in (written.config.get("auto_map") or {}):
             return f"its auto_map has no {name}"
     return ""
-
-
-def old_code(written: Written) -> str:
-    """Find attention of an earlier kvfold, which does not know the name of its cache in transformers 5.24."""
-    return f"its {ATTENTION} is that of an earlier kvfold" if loses_cache(written.directory) else ""
 
 
 def linear(written: Written) -> str:
