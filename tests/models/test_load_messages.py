@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvfold.models.causal_lm import load_model
-from kvfold.models.expected_weights import _ignored
 from kvfold.models.load_failures import loading_failures
 
 from ..support.tiny import make
@@ -49,19 +48,3 @@ def test_a_call_of_logging_with_wrong_arguments_ends_nothing(
     finally:
         logger.removeHandler(handler)
     assert said.getvalue() == "%d a\\u202eb\n"
-
-
-def test_ignored_weights_are_not_compared_with_each_other() -> None:
-    """For the 260,000 names that a file may have that would take half an hour."""
-    compared = []
-
-    class Name(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return str.__eq__(self, other)
-
-    names = [Name(f"{place}.x{number}") for place in ("model.layers.0", "head") for number in range(3)]
-    assert _ignored(names, "model.layers") == (names[:3], names[3:])
-    assert not compared
