@@ -16,13 +16,6 @@ from .loaded_config import default_of, loaded_config
 from .rows import FAMILIES
 from .unfolded import CODE_ONLY, UNFOLDED
 
-# Model types that read a whole text at once: there is no KV cache to fold.
-_ENCODERS = {
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
-    "roberta",
-    "xlm-roberta", "bart", "mbart", "marian", "t5", "mt5", "umt5", "pegasus", "clip", "siglip", "vit",
-    "whisper",
-}  # fmt: skip
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
 _SAME_AS = {
@@ -36,7 +29,6 @@ _INNER = ("text_config", "decoder", "generator", "text_encoder")
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
 _SEE = "see `kvfold families` for those that kvfold folds"
-_LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3", "kvfold"}  # kvfold: outputs with their own code
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -51,9 +43,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(f"config.json has no model_type; {_SEE}")
     if not isinstance(kind, str):
         raise InvalidInput(f"config.json has model_type {shorten(kind)}, where a string is needed")
-    if kind in _ENCODERS or config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") and kind not in UNFOLDED:
         raise InvalidInput(
-            f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {_SEE}"
+            f"model_type {shorten(kind)} is an encoder-decoder model, and kvfold folds decoders; {_SEE}"
         )
     if is_multimodal(config):
         raise InvalidInput(
@@ -61,8 +53,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "whole; to distil, migrate or quantise it, write its text tower alone with `kvfold convert "
             "--text-only`"
         )
-    if kind in _LATENT:
-        raise InvalidInput(f"model_type {kind} already has latent attention; {_SEE}")
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
     if kind in CODE_ONLY:

@@ -132,17 +132,11 @@ class Source:
     @property
     def reordered(self) -> bool:
         """Return whether a head's dimensions are in another order in `attention` than in the checkpoint."""
-        return not torch.equal(self.head_order, torch.arange(self.geometry.head_dim))
+        head_dim = self.geometry.head_dim
+        return not torch.equal(half_order(self.family, head_dim, self.rotary_width), torch.arange(head_dim))
 
-    @property
-    def head_order(self) -> Tensor:
-        """Return, for each dimension of a head in `attention`, its place in the checkpoint, (H,), int64."""
-        return self.order_of(None)
-
-    def order_of(self, layer: int | None) -> Tensor:
-        """Return the same for the heads of one layer; None: those of the geometry of all."""
-        if layer is None:
-            return half_order(self.family, self.geometry.head_dim, self.rotary_width)
+    def order_of(self, layer: int) -> Tensor:
+        """Return, for each dimension of a layer's head in `attention`, its place in the checkpoint, (H,)."""
         own = self.shape(layer)
         return half_order(own.family, own.geometry.head_dim, own.rotary_width)
 
@@ -306,9 +300,6 @@ class Source:
         Args:
             layer: its number.
             rotary_factor: factor on the cosines and sines, unless `attention` was given it.
-
-        Raises:
-            InvalidInput: config.json has a norm's epsilon or a bound on scores that is no positive number.
         """
         family, sinks_N = self.family, None
         if family.sinks is not None:
@@ -316,8 +307,8 @@ class Source:
         bounded = family.soft_cap is not None and self.config[family.soft_cap] is not None
         late = self._has_late_norms(layer)
         return Scoring(
-            norm_epsilon=_positive(self.config, "rms_norm_eps") if family.normalises else 0.0,
-            soft_cap=_positive(self.config, str(family.soft_cap)) if bounded else None,
+            norm_epsilon=float(self.config["rms_norm_eps"]) if family.normalises else 0.0,
+            soft_cap=float(self.config[str(family.soft_cap)]) if bounded else None,
             window=self.window(layer),
             sinks_N=sinks_N,
             pair_gain_F=None if rotary_factor == 1 or late else self._pair_gains(rotary_factor),
@@ -355,12 +346,6 @@ def _pair_gain(product_XH: Tensor) -> tuple[Tensor, Tensor]:
     common = ((real.square() + imaginary.square()) / 2).sqrt().clamp_min(torch.finfo(product_XH.dtype).tiny)
     common_XH = torch.cat([common, common], -1)
     return common_XH, product_XH / common_XH
-
-
-def _positive(config: Mapping[str, Any], name: str) -> float:
-    if not isinstance(config[name], int | float) or not config[name] > 0:
-        raise InvalidInput(f"config.json has {name} {config[name]!r}, where a positive number is needed")
-    return float(config[name])
 
 
 def open_source(place: Path | Checkpoint) -> Source:

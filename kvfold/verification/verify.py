@@ -179,7 +179,7 @@ def _run(
     from ..checkpoints.record import read_record, source_directory
     from ..convert.decide.lint import open_written
     from ..models.code_files import clean_copy
-    from ..models.dequantised_copy import dequantised_copy
+    from ..models.dequantised import dequantised_copy
     from ..models.remote_code import is_remote
 
     record = read_record(directory)

@@ -177,9 +177,9 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         "model_type 'lama' is unknown; did you mean 'llama'? Otherwise see `kvfold families`",
     ),
     "no family": (config_with(model_type=None), MLA, "config.json has no model_type; see `kvfold families`"),
-    "encoder": (config_with(model_type="bert"), MLA, "is an encoder model"),
-    "an output with own code": (config_with(model_type="kvfold"), MLA, "already has latent attention"),
-    "latent already": (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
+    "encoder": (config_with(model_type="bert"), MLA, "it is an encoder, which reads a whole text"),
+    "an output with own code": (config_with(model_type="kvfold"), MLA, "its attention is latent already"),
+    "latent already": (config_with(model_type="deepseek_v3"), MLA, "its attention is latent already"),
     "quantised": (
         config_with(quantization_config={"quant_method": "gptq"}),
         MLA,

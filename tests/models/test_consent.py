@@ -252,8 +252,8 @@ def test_a_source_runs_none_of_its_own(made: Path, tmp_path: Path, sung: Path) -
     )
     edit(source, "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.PreTrainedTokenizerFast"]})
     for name, options in (
-        ("gqa", ("--to", "gqa", "--kv-heads", "2")),
-        ("mla", ("--to", "mla", "--kv-budget", "50%")),
+        ("gqa", ("--to", "gqa", "--kv-heads", "2", "--ignore-code")),
+        ("mla", ("--to", "mla", "--kv-budget", "50%", "--ignore-code")),
     ):
         out = tmp_path / name
         taken = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")

@@ -19,9 +19,9 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.run.job import distill
 from kvfold.eval.suites.cache import count, predicted
+from kvfold.models.caches import positions_behind
 from kvfold.models.causal_lm import load, load_model
 from kvfold.models.load_options import LoadOptions
-from kvfold.models.positions import positions_behind
 from kvfold.verification.probe import growth
 from kvfold.verification.verify import _cache
 
