@@ -72,6 +72,13 @@ _LFM2: dict[str, Any] = {
 }
 _OTHERS = "some of its layers do not attend"
 
+
+def _mixture(label: str, architecture: str, **own: Any) -> Family:
+    """Return the row of a family whose MLPs are mixtures of experts behind Llama's two norms."""
+    norms = layer_names(*NORMS)
+    return Family(label=label, architecture=architecture, layer_tensors=norms, block=EXPERTS, **own)
+
+
 _ROWS = {
     "llama": Family(label="Llama", architecture="LlamaForCausalLM"),
     "mistral": Family(label="Mistral", architecture="MistralForCausalLM", windowed=True),
@@ -89,20 +96,9 @@ _ROWS = {
         block=EXPERTS,
     ),
     "qwen2": Family(label="Qwen2", architecture="Qwen2ForCausalLM"),
-    "qwen2_moe": Family(
-        label="Qwen2-MoE",
-        architecture="Qwen2MoeForCausalLM",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "qwen2_moe": _mixture("Qwen2-MoE", "Qwen2MoeForCausalLM"),
     "qwen3": Family(label="Qwen3", architecture="Qwen3ForCausalLM", **QK_NORM),
-    "qwen3_moe": Family(
-        label="Qwen3-MoE",
-        architecture="Qwen3MoeForCausalLM",
-        **QK_NORM,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "qwen3_moe": _mixture("Qwen3-MoE", "Qwen3MoeForCausalLM", **QK_NORM),
     "gpt_oss": Family(
         label="gpt-oss",
         architecture="GptOssForCausalLM",
@@ -342,13 +338,7 @@ _ROWS = {
         rotary="interleaved",
         needs={"use_bias": (None, False)},
     ),
-    "ernie4_5_moe": Family(
-        label="Ernie 4.5 MoE",
-        architecture="Ernie4_5_MoeForCausalLM",
-        rotary="interleaved",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "ernie4_5_moe": _mixture("Ernie 4.5 MoE", "Ernie4_5_MoeForCausalLM", rotary="interleaved"),
     "hyperclovax": Family(
         label="HyperCLOVA X",
         architecture="HyperCLOVAXForCausalLM",
@@ -370,19 +360,9 @@ _ROWS = {
         model_tensors=affine("norm"),
         block=LAYERNORM,
     ),
-    "granitemoe": Family(
-        label="Granite MoE",
-        architecture="GraniteMoeForCausalLM",
-        scale=("attention_multiplier", 1.0),
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
-    "granitemoeshared": Family(
-        label="Granite MoE, shared expert",
-        architecture="GraniteMoeSharedForCausalLM",
-        scale=("attention_multiplier", 1.0),
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
+    "granitemoe": _mixture("Granite MoE", "GraniteMoeForCausalLM", scale=("attention_multiplier", 1.0)),
+    "granitemoeshared": _mixture(
+        "Granite MoE, shared expert", "GraniteMoeSharedForCausalLM", scale=("attention_multiplier", 1.0)
     ),
     "olmoe": Family(
         label="OLMoE",
@@ -401,34 +381,16 @@ _ROWS = {
         layer_tensors=layer_names(*AFTER, "mlp.gate.weight"),
         block=EXPERTS,
     ),
-    "dots1": Family(
-        label="dots.llm1",
-        architecture="Dots1ForCausalLM",
-        **QK_NORM,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
-    "glm4_moe": Family(
-        label="GLM-4.5 and later",
-        architecture="Glm4MoeForCausalLM",
-        rotates_partly=True,
-        **QK_NORM,
-        norm_flag="use_qk_norm",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
+    "dots1": _mixture("dots.llm1", "Dots1ForCausalLM", **QK_NORM),
+    "glm4_moe": _mixture(
+        "GLM-4.5 and later", "Glm4MoeForCausalLM", rotates_partly=True, **QK_NORM, norm_flag="use_qk_norm"
     ),
     "apertus": Family(label="Apertus", architecture="ApertusForCausalLM", **_APERTUS),
     "apertus1p5_text": Family(
         label="Apertus 1.5, text", architecture="Apertus1p5TextForCausalLM", **_APERTUS
     ),
-    "minimax_m2": Family(
-        label="MiniMax M2",
-        architecture="MiniMaxM2ForCausalLM",
-        rotates_partly=True,
-        **QK_NORM,
-        norm_spans="heads",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
+    "minimax_m2": _mixture(
+        "MiniMax M2", "MiniMaxM2ForCausalLM", rotates_partly=True, **QK_NORM, norm_spans="heads"
     ),
     "phimoe": Family(
         label="Phi-3.5-MoE",
@@ -437,32 +399,18 @@ _ROWS = {
         model_tensors=affine("norm"),
         block=EXPERTS,
     ),
-    "hy_v3": Family(
-        label="Hunyuan 3",
-        architecture="HYV3ForCausalLM",
-        **QK_NORM,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "hy_v3": _mixture("Hunyuan 3", "HYV3ForCausalLM", **QK_NORM),
     "hunyuan_v1_dense": Family(label="Hunyuan", architecture="HunYuanDenseV1ForCausalLM", **_HUNYUAN),
-    "hunyuan_v1_moe": Family(
-        label="Hunyuan MoE",
-        architecture="HunYuanMoEV1ForCausalLM",
-        **_HUNYUAN,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
-    "llama4_text": Family(
-        label="Llama 4, text",
-        architecture="Llama4ForCausalLM",
+    "hunyuan_v1_moe": _mixture("Hunyuan MoE", "HunYuanMoEV1ForCausalLM", **_HUNYUAN),
+    "llama4_text": _mixture(
+        "Llama 4, text",
+        "Llama4ForCausalLM",
         late_norms="bare",
         norm_flag="use_qk_norm",
         rotary="interleaved",
         unrotated="no_rope_layers",
         unlatent="its class can scale queries by position in layers without rotation, and rotates in the "
         "others by complex numbers",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
     ),
     "gemma4_text": Family(label="Gemma 4, text", architecture="Gemma4ForCausalLM", **_GEMMA4),
     "gemma4_unified_text": Family(
@@ -477,12 +425,7 @@ _ROWS = {
         model_tensors=(),
         block="its norms have no weights, and its MLP has no gate",
     ),
-    "solar_open": Family(
-        label="Solar Open",
-        architecture="SolarOpenForCausalLM",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "solar_open": _mixture("Solar Open", "SolarOpenForCausalLM"),
     "vaultgemma": Family(
         label="VaultGemma",
         architecture="VaultGemmaForCausalLM",
@@ -492,19 +435,8 @@ _ROWS = {
         layer_tensors=layer_names("input_layernorm.weight", "pre_feedforward_layernorm.weight", *GATED),
         block="it bounds its logits",
     ),
-    "aria_text": Family(
-        label="Aria, text",
-        architecture="AriaTextForCausalLM",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
-    "mellum": Family(
-        label="Mellum",
-        architecture="MellumForCausalLM",
-        **QK_NORM,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "aria_text": _mixture("Aria, text", "AriaTextForCausalLM"),
+    "mellum": _mixture("Mellum", "MellumForCausalLM", **QK_NORM),
     "exaone4": Family(
         label="EXAONE 4",
         architecture="Exaone4ForCausalLM",
@@ -513,14 +445,7 @@ _ROWS = {
         layer_tensors=layer_names(*AFTER, *GATED),
         block=ADDED,
     ),
-    "exaone_moe": Family(
-        label="EXAONE MoE",
-        architecture="ExaoneMoeForCausalLM",
-        **QK_NORM,
-        unrotated="sliding_window",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "exaone_moe": _mixture("EXAONE MoE", "ExaoneMoeForCausalLM", **QK_NORM, unrotated="sliding_window"),
     "afmoe": Family(
         label="AFMoE (Trinity)",
         architecture="AfmoeForCausalLM",
@@ -539,14 +464,7 @@ _ROWS = {
         layer_tensors=layer_names(*NORMS, "self_attn.softmax_offset"),
         block=EXPERTS,
     ),
-    "kolibri1": Family(
-        label="Kolibri 1",
-        architecture="Kolibri1ForCausalLM",
-        **QK_NORM,
-        unrotated="sliding_window",
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "kolibri1": _mixture("Kolibri 1", "Kolibri1ForCausalLM", **QK_NORM, unrotated="sliding_window"),
     "internlm3": Family(
         label="InternLM 3", architecture="LlamaForCausalLM", block="its class is chosen by name"
     ),
@@ -554,14 +472,8 @@ _ROWS = {
         label="IQuest-Coder", architecture="LlamaForCausalLM", block="its class is chosen by name"
     ),
     # Those in which only some layers attend.
-    "qwen3_next": Family(
-        label="Qwen3-Next",
-        architecture="Qwen3NextForCausalLM",
-        rotates_partly=True,
-        **_GATED_ATTENTION,
-        mixers=True,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
+    "qwen3_next": _mixture(
+        "Qwen3-Next", "Qwen3NextForCausalLM", rotates_partly=True, **_GATED_ATTENTION, mixers=True
     ),
     "qwen3_5_text": Family(
         label="Qwen3.5",
@@ -572,14 +484,8 @@ _ROWS = {
         layer_tensors=layer_names(*NORMS, *GATED),
         block=_OTHERS,
     ),
-    "qwen3_5_moe_text": Family(
-        label="Qwen3.5-MoE",
-        architecture="Qwen3_5MoeForCausalLM",
-        rotates_partly=True,
-        **_GATED_ATTENTION,
-        mixers=True,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
+    "qwen3_5_moe_text": _mixture(
+        "Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", rotates_partly=True, **_GATED_ATTENTION, mixers=True
     ),
     "lfm2": Family(label="LFM2", architecture="Lfm2ForCausalLM", **_LFM2, block=_OTHERS),
     "lfm2_moe": Family(label="LFM2-MoE", architecture="Lfm2MoeForCausalLM", **_LFM2, block=EXPERTS),
@@ -592,14 +498,7 @@ _ROWS = {
         layer_tensors=layer_names(*NORMS),
         block=_OTHERS,
     ),
-    "minimax": Family(
-        label="MiniMax",
-        architecture="MiniMaxForCausalLM",
-        needs={"sliding_window": (None,)},
-        mixers=True,
-        layer_tensors=layer_names(*NORMS),
-        block=EXPERTS,
-    ),
+    "minimax": _mixture("MiniMax", "MiniMaxForCausalLM", needs={"sliding_window": (None,)}, mixers=True),
     "bamba": Family(
         label="Bamba",
         architecture="BambaForCausalLM",

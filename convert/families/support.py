@@ -203,27 +203,23 @@ def whole_classes() -> dict[str, WholeClass]:
         >>> found["llava"].text, found["gemma3"].text
         ('any', 'gemma3_text')
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    kinds = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    return {kind: _whole_class(kind, CONFIG_MAPPING[kind]) for kind in sorted(kinds)}
-
-
-def _whole_class(kind: str, config: type) -> WholeClass:
-    """Return what a class builds, by the configurations that its own holds."""
-    from transformers import AutoConfig
-
-    parts = getattr(config, "sub_configs", {})
-    if getattr(config, "is_encoder_decoder", False):
-        return WholeClass(text=None, why=_SEQUENCE)
-    if "text_config" not in parts or not is_multimodal({**parts, "model_type": kind}):
-        return WholeClass(text=None, why=_NO_PLACE)
-    text = parts["text_config"]
-    return WholeClass(text=ANY if text is AutoConfig else str(text.model_type))
+    found = {}
+    for kind in sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}):
+        parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
+        if getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False):
+            found[kind] = WholeClass(text=None, why=_SEQUENCE)
+        elif "text_config" not in parts or not is_multimodal({**parts, "model_type": kind}):
+            found[kind] = WholeClass(text=None, why=_NO_PLACE)
+        else:
+            text = parts["text_config"]
+            found[kind] = WholeClass(text=ANY if text is AutoConfig else str(text.model_type))
+    return found
 
 
 def in_place(whole: WholeClass) -> tuple[tuple[str, ...], str]:
