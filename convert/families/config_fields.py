@@ -139,10 +139,6 @@ def check_places(config: Mapping[str, Any]) -> None:
 def check_layers(config: Mapping[str, Any], *, mixers: bool) -> None:
     """Check that the layers of a complete config rotate or not, and that some attend.
 
-    Args:
-        config: a complete one.
-        mixers: whether some of its layers need not attend.
-
     Raises:
         InvalidInput: names the field whose value is wrong, and what would be right.
     """
@@ -164,10 +160,6 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
     Ids of the beginning and the end may be beyond the vocabulary: they are the defaults of a class whose
     vocabulary is larger, and `known_ids` leaves them out. Transformers cannot load such an id of padding.
 
-    Args:
-        config: as it is on disk.
-        vocabulary: the number of embeddings.
-
     Raises:
         InvalidInput: names the first id that is none.
     """
@@ -181,10 +173,6 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
 
 def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     """Return the ids of the beginning and the end without those beyond the vocabulary.
-
-    Args:
-        config: a complete one, whose ids were checked.
-        vocabulary: the number of embeddings.
 
     Returns:
         The fields that change. One whose ids are all beyond is None.

@@ -1,4 +1,7 @@
-"""The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache."""
+"""The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache.
+
+A `config` is what `complete` returns, unless a function says otherwise.
+"""
 
 import difflib
 from collections.abc import Mapping
@@ -91,12 +94,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def configured(family: Family, config: Mapping[str, Any]) -> Family:
-    """Return a family's row without the norms and the rotation that a config.json turns off.
-
-    Args:
-        family: the row.
-        config: a complete one, or one as it is on disk.
-    """
+    """Return a family's row without the norms and rotation that config.json, complete or not, turns off."""
     flag = family.norm_flag
     if flag is not None and not (config[flag] if flag in config else default_of(family, flag)):
         family = replace(family, q_norm=None, k_norm=None, late_norms=None)
@@ -105,9 +103,6 @@ def configured(family: Family, config: Mapping[str, Any]) -> Family:
 
 def as_causal(named: str) -> str:
     """Return the model type of the causal language model that computes what a text tower computes.
-
-    Args:
-        named: model type of the tower.
 
     Example:
         >>> as_causal("qwen2_5_vl_text"), as_causal("gemma3_text")
@@ -142,10 +137,6 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Its fields have the names that Llama's have, `rope_parameters` says how layers rotate, and `layer_types`
     the kind of every layer, where there is more than one.
-
-    Args:
-        family: the row.
-        config: a config.json, or what is known of one.
 
     Raises:
         InvalidInput: a field has a value that the class or kvfold does not read.
@@ -273,24 +264,14 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None
 
 
 def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
-    """Return why the rotary part of a family's keys cannot be decoupled; None when it can.
-
-    Args:
-        family: its row.
-        biased: whether its attention has biases.
-        unlike: whether its layers have unlike rotary embeddings.
-    """
+    """Return why the rotary part of a family's keys cannot be decoupled; None when it can."""
     if family.sinks is not None and biased:
         return "its attention has sinks, so that biases of keys and values are no constants"
     return "its layers have unlike rotary embeddings" if unlike else None
 
 
 def never_latent(family: Family) -> str | None:
-    """Return why no output format of latent attention holds a checkpoint; None where one may.
-
-    Args:
-        family: the row of the checkpoint, from `configured`.
-    """
+    """Return why no output format of latent attention holds a checkpoint; None where one may."""
     if family.late_norms is not None:
         return BEHIND_ROTATION
     return UNLIKE if family.unlike else family.unlatent

@@ -295,12 +295,7 @@ class Source:
         return _pair_gain(weights[0] * weights[1])[1] if weights else None
 
     def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
-        """Return the parts of a layer's attention that are not weights, float64.
-
-        Args:
-            layer: its number.
-            rotary_factor: factor on the cosines and sines, unless `attention` was given it.
-        """
+        """Return the parts of a layer's attention that are not weights, float64."""
         family, sinks_N = self.family, None
         if family.sinks is not None:
             sinks_N = self.checkpoint[family.prefix + family.sinks.format(layer=layer)].to(torch.float64)
@@ -400,12 +395,6 @@ def open_source(place: Path | Checkpoint) -> Source:
 
 def shape_of(family: Family, config: Mapping[str, Any], geometry: Geometry, layer: int) -> LayerShape:
     """Return the row, the heads and the rotary width of one layer.
-
-    Args:
-        family: the row of the checkpoint.
-        config: a complete one.
-        geometry: of its first level.
-        layer: the layer's number.
 
     Raises:
         InvalidInput: its sizes do not fit together.

@@ -14,11 +14,6 @@ def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
     """Return whether a checkpoint stores a head that is not its embeddings.
 
     transformers 5 then loads both, even where config.json says that they are tied.
-
-    Args:
-        checkpoint: whose tensors are compared.
-        head: name of the head's weight.
-        embedding: name of the embeddings.
     """
     return head in checkpoint and embedding in checkpoint and not checkpoint.are_equal(head, embedding)
 
@@ -46,11 +41,6 @@ def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[s
 
 def biases_of(checkpoint: Checkpoint, family: Family, layers: Mapping[int, LayerShape]) -> frozenset[str]:
     """Return the roles with a bias, after checking every layer's tensors and shapes against config.json.
-
-    Args:
-        checkpoint: the source.
-        family: its row.
-        layers: the shape of each layer with attention, by its number.
 
     Raises:
         InvalidInput: a tensor is missing or misshapen, or layers have unlike biases.

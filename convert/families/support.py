@@ -58,11 +58,7 @@ class Support:
 
 
 def support(kind: str) -> tuple[Support, ...]:
-    """Return what a family can become: a cell for gqa, for mqa, and for mla in each of its containers.
-
-    Args:
-        kind: its model_type, a key of FAMILIES.
-    """
+    """Return what a family can become: a cell for gqa, for mqa, and for mla in each of its containers."""
     family = FAMILIES[kind]
     stock = _latent(family)
     return _heads(family, "gqa"), _heads(family, "mqa"), stock, _serving(family, stock), _remote(family)
@@ -224,9 +220,6 @@ def whole_classes() -> dict[str, WholeClass]:
 
 def in_place(whole: WholeClass) -> tuple[tuple[str, ...], str]:
     """Return what the text tower of a multimodal class can become in its place, and why not more.
-
-    Args:
-        whole: the class.
 
     Returns:
         The targets, and a sentence; the sentence of a class without targets is the reason.

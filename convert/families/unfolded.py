@@ -97,10 +97,5 @@ CODE_ONLY: dict[str, str] = {
 
 
 def verdict(kind: str, folded: Iterable[str]) -> str:
-    """Return `supported`, or the reason why a model type is not folded.
-
-    Args:
-        kind: a model type.
-        folded: the model types that have a row.
-    """
+    """Return `supported`, or the reason why a model type is not folded."""
     return "supported" if kind in folded else UNFOLDED.get(kind, NOT_EXAMINED)

@@ -62,10 +62,6 @@ def growing_cache(config: Any, length: int) -> DynamicCache | None:
 
     The classes of such models make caches of their own. Layers of other kinds, such as those with a sliding
     window, keep transformers' own.
-
-    Args:
-        config: of the model.
-        length: tokens of the text.
     """
     if has_other_layers(config):
         return None

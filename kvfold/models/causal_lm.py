@@ -74,11 +74,6 @@ class Loaded(Described):
 def load(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> Loaded:
     """Load tokenizer and weights of a local model directory, to the device and in the dtype of `options`.
 
-    Args:
-        directory: the model.
-        options: where it is put, and in what dtype.
-        multimodal: whether it may be a model that takes images, too.
-
     Raises:
         InvalidInput: the directory holds no model that can be loaded whole, or there is no such device.
     """

@@ -142,10 +142,6 @@ class CallRecorder:
 def _check_apart(model: Any, *, has_ids: bool) -> None:
     """Refuse to run layers one by one that read another layer's cache, or embeddings that are not there.
 
-    Args:
-        model: a transformers causal language model.
-        has_ids: whether it is run on token ids.
-
     Raises:
         InvalidInput: its layers do.
     """
@@ -219,11 +215,7 @@ class Decoder:
 
     @torch.no_grad()
     def embedded(self, **inputs: Tensor) -> Tensor:
-        """Return the hidden states that enter the first layer (B, S, D), which does not run.
-
-        Args:
-            **inputs: of the model without its head.
-        """
+        """Return the hidden states that enter the first layer (B, S, D), which does not run."""
         entered: list[Tensor] = []
 
         def stop(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -236,11 +228,6 @@ class Decoder:
 
     def attend(self, number: int, call: LayerCall, hidden_BSD: Tensor) -> Tensor:
         """Run a layer's attention alone.
-
-        Args:
-            number: the layer.
-            call: how the model calls that layer.
-            hidden_BSD: the input of the attention, which the norm before it would give.
 
         Returns:
             The output of the attention after its output projection (B, S, D); differentiable.

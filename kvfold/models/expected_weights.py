@@ -45,10 +45,6 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
 
     A second call for the same files costs nothing.
 
-    Args:
-        checkpoint: of a class that transformers has.
-        layers: the name of the list of decoder layers, such as `model.layers`.
-
     Returns:
         The class's rotary frequencies by kind of layer, under an empty name where all layers are alike;
         nothing for a class that keeps none.
@@ -181,9 +177,6 @@ def check_multimodal(directory: Path) -> None:
 def multimodal_class(config: Any) -> Any | None:
     """Return the class that writes text from images or other inputs, for a configuration of transformers.
 
-    Args:
-        config: of transformers.
-
     Returns:
         The class; None where transformers has none.
 
@@ -221,12 +214,6 @@ def check_found(directory: Path, found: dict[str, Any]) -> None:
 
 def _check_tables(kind: Any, config: Any, directory: Path, stored: int) -> None:
     """Check that the tables that a class computes from a configuration, such as sinusoids, are not huge.
-
-    Args:
-        kind: the model's class.
-        config: of transformers.
-        directory: the checkpoint.
-        stored: bytes of its weights.
 
     Raises:
         InvalidInput: they take more than `_TABLES` bytes, and more than the weights.

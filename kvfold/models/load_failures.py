@@ -55,10 +55,6 @@ def loading_failures(directory: Path, part: str) -> Iterator[None]:
 
     What transformers logs meanwhile is made printable, since it quotes names and values of the files.
 
-    Args:
-        directory: the checkpoint.
-        part: the part that is read, such as `model` or `tokenizer`.
-
     Raises:
         InvalidInput: names the directory, the exception and its reason.
     """

@@ -62,9 +62,6 @@ def renew(directory: Path) -> list[str]:
 
     Each file is replaced whole or not at all.
 
-    Args:
-        directory: a remote output.
-
     Returns:
         The names of the files that were replaced.
 
@@ -105,10 +102,6 @@ def is_remote(directory: Path) -> bool:
 
 def check_form(directory: Path, config: Mapping[str, Any]) -> None:
     """Check what a remote output's config.json says of its form, which its weights do not reveal.
-
-    Args:
-        directory: of the output, for errors.
-        config: content of its config.json.
 
     Raises:
         InvalidInput: a field is missing, or has no meaning.

@@ -153,14 +153,8 @@ class _Reading:
 
     Everything other than `update` is the caller's cache's.
 
-    Args:
-        inner: the caller's cache; None where it keeps none.
-        stored: rounds.
-        number: of the layer.
-        module: its attention.
-
     Attributes:
-        inner: as above.
+        inner: the caller's cache; None where it keeps none.
         is_written: true once the attention has written to it.
     """
 

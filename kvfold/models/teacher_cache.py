@@ -80,10 +80,6 @@ def parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 def check_place(directory: Path, option: str) -> None:
     """Refuse a directory that holds something else than a cache; what a killed run has left is allowed.
 
-    Args:
-        directory: of a cache, which need not exist yet.
-        option: the name of the setting that asks for it, for the error.
-
     Raises:
         InvalidInput: it holds something else.
     """
@@ -99,10 +95,8 @@ def check_place(directory: Path, option: str) -> None:
 class TeacherCache:
     """A directory of hidden states, which need not exist yet.
 
-    Args:
-        directory: the directory.
-        option: the name of the setting that asks for it, for errors.
-        identity: from `identify`, and whatever else must agree, such as `device`.
+    `option` is the name of the setting that asks for it; `identity` is from `identify`, with whatever else
+    must agree, such as the device.
 
     Raises:
         InvalidInput: the directory holds something else, or states of another teacher or precision.
@@ -162,10 +156,6 @@ class TeacherCache:
     def begin(self, model: Any, device: str) -> None:
         """Make the directory ready for hidden states of a model; nothing happens where it is.
 
-        Args:
-            model: the teacher, whose head is stored.
-            device: type of device that it runs on, for the record.
-
         Raises:
             InvalidInput: the directory cannot be written, or another run has used it for something else.
         """
@@ -197,10 +187,6 @@ class TeacherCache:
 
     def check_space(self, needed: int, remedy: str) -> None:
         """Compare the space that new states take with the free space of the disk.
-
-        Args:
-            needed: bytes.
-            remedy: how to need fewer, as the end of a sentence.
 
         Raises:
             InvalidInput: the disk is too small.
