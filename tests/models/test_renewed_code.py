@@ -13,20 +13,19 @@ import kvfold
 from kvfold.cli import main
 from kvfold.models.remote_code import EARLIER, FILES, HERE, ship
 
+from ..support.folds import fold_latent
 from ..support.tiny import make
 
 ATTENTION = "attention_kvfold.py"
-FOLD = ("--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--out")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output with code, and one without."""
     place = tmp_path_factory.mktemp("made")
-    source = str(make(place / "source"))
+    make(place / "source")
     for name in ("remote", "stock"):
-        done = CliRunner().invoke(main, ["convert", source, "--container", name, *FOLD, str(place / name)])
-        assert done.exit_code == 0, done.output
+        fold_latent(place / "source", "--kv-budget", "50%", "--container", name).rename(place / name)
     return place
 
 
