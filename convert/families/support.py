@@ -159,7 +159,8 @@ def main(as_json: bool, every: bool) -> None:
         cells: dict[str, dict[str, Any]] = {kind: {} for kind in table}
         for kind, row in table.items():
             for cell in row:
-                cells[kind].setdefault(cell.target, []).append(_plain(cell))
+                plain = {name: value for name, value in vars(cell).items() if name != "target"}
+                cells[kind].setdefault(cell.target, []).append(plain)
         show_json({kind: {"family": FAMILIES[kind].label, **row} for kind, row in cells.items()})
         return
     rows = [(FAMILIES[kind].label, kind, *line) for kind, row in table.items() for line in _lines(row)]
@@ -276,17 +277,8 @@ def _show_every(as_json: bool) -> None:
 
 
 def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:
-    """Yield targets, container and result; targets with one result share a line."""
+    """Return targets, container and result; targets with one result share a line."""
     targets: dict[tuple[str, str], list[str]] = {}
     for cell in row:
         targets.setdefault((cell.container or "-", str(cell)), []).append(cell.target)
     return [(", ".join(shared), container, result) for (container, result), shared in targets.items()]
-
-
-def _plain(cell: Support) -> dict[str, Any]:
-    return {
-        "status": cell.status,
-        "why": cell.why,
-        "container": cell.container,
-        "architecture": cell.architecture,
-    }

@@ -106,7 +106,9 @@ class CallRecorder:
                 entered.append(hidden_states)
                 calls.append(LayerCall(arguments, named))
                 if not self._is_known:
-                    self._learn(real(hidden_states, *arguments, **named))
+                    output = real(hidden_states, *arguments, **named)
+                    self._is_known = True
+                    self._rest = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
                 if len(calls) == len(layers):
                     raise _Stopped
                 return self._as_output(hidden_states)
@@ -128,11 +130,6 @@ class CallRecorder:
 
         with _replaced(layers, [call] * len(layers)):
             yield
-
-    def _learn(self, output: Any) -> None:
-        self._is_known = True
-        if isinstance(output, tuple):
-            self._rest = (None,) * (len(output) - 1)
 
     def _as_output(self, hidden_BSD: Tensor) -> Any:
         """Return hidden states in the form of a layer's output."""

@@ -53,7 +53,7 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         InvalidInput: transformers refuses the configuration, a weight is missing or has another shape, or a
             layer has one that the class ignores. A notice names ignored weights elsewhere.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     _check_generation(checkpoint.directory)  # the identity is of the weights and config.json
     identity = checkpoint.identity()
@@ -61,12 +61,10 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
     if known is not None and known[0] == identity:
         return known[1]
     directory = checkpoint.directory
+    config = _stock_config(directory)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput(f"{directory} is no causal language model of transformers; name one")
     with loading_failures(directory, "model"), no_progress_bars(), no_warnings():
-        config = without_quantisation(
-            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        )
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise InvalidInput(f"{directory} is no causal language model of transformers; name one")
         specs = {name: checkpoint.spec(name) for name in checkpoint}
         tensors = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
@@ -95,6 +93,15 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         )
     _checked[directory] = identity, tables
     return tables
+
+
+def _stock_config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    with loading_failures(directory, "model"), no_warnings():
+        return without_quantisation(
+            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        )
 
 
 def _load_on_meta(
@@ -163,12 +170,7 @@ def check_multimodal(directory: Path) -> None:
     Raises:
         InvalidInput: transformers refuses the configuration, or a weight is missing or misshapen.
     """
-    from transformers import AutoConfig
-
-    with loading_failures(directory, "model"), no_warnings():
-        config = without_quantisation(
-            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        )
+    config = _stock_config(directory)
     kind = multimodal_class(config)
     if kind is not None:
         check_loadable(directory, config, kind)

@@ -158,7 +158,7 @@ class LayeredModel:
 
         def load(number: int) -> Any:
             def hook(*_: Any) -> None:
-                if not _is_loaded(self.blocks[number]):
+                if any(parameter.is_meta for parameter in self.blocks[number].parameters()):
                     self.load(number)
 
             return hook
@@ -248,10 +248,6 @@ def _under(name: str, modules: set[str]) -> bool:
     """
     path = name.rpartition(".")[0]
     return any(path == module or module.endswith(f".{path}") for module in modules)
-
-
-def _is_loaded(block: Any) -> bool:
-    return not any(parameter.is_meta for parameter in block.parameters())
 
 
 def _to_meta(modules: list[Any]) -> None:

@@ -30,11 +30,7 @@ class _Printable(logging.Filter):
     """A filter that makes messages printable, in which transformers quotes names and values of files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        try:
-            text = record.getMessage()
-        except Exception:  # other arguments than the text takes, which logging reports and no more
-            text = str(record.msg)
-        lines = _STYLE.sub("", text).splitlines()
+        lines = _STYLE.sub("", record.getMessage()).splitlines()
         record.msg, record.args = "\n".join(bounded(printable(line)) for line in lines), None
         return True
 
