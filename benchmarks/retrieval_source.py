@@ -6,7 +6,9 @@ numbers and names than the suite's own. The same seed and one thread make the sa
 A model of this size learns to retrieve in minutes if heads look at distances first, by biases of queries and
 keys, if projections of queries and keys begin equal, and those of values and outputs as transposes of each
 other (mimetic initialization, Trockman and Kolter 2023, arXiv 2305.09828), and if repeated random tokens come
-before any text. LOG.md has what happens without them. Legend: B windows, S tokens, V vocabulary.
+before any text. docs/notes/calibration.md has what happens without them.
+
+Legend: B windows, S tokens, V vocabulary.
 """
 
 import random

@@ -42,7 +42,7 @@ EFFORTS = {
         sequences=8, steps=0, batch=2, momentum=0.8, passes=True, solve=True, draws=1, widths=False
     ),
     # Steps of two sequences take a quarter of the time of eight. Their gradients have more noise, so less of
-    # it is kept from step to step (LOG.md).
+    # it is kept from step to step (docs/notes/refinement.md).
     "default": Effort(
         sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=2, widths=True
     ),

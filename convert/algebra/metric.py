@@ -17,7 +17,8 @@ from torch import Tensor
 from .attention import Attention
 
 SPAN = 4096  # distances that the prior over attention distances reaches, at most
-DECAY = 1.5  # exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (LOG.md)
+# Exponent of that prior; of 1, 1.25, 1.5, 2 and 3 the least total loss on two models (docs/notes/metric.md).
+DECAY = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from .subspaces import eigh
 # bfloat16 leaves of one, a combination is always left out.
 _LEAST, _FIRM = 2.0**-18, 2.0**-10
 # Those between the two are left out of a head where they make its weights more than so many times as large
-# and hold at most this share of the energy of its scores (LOG.md has what other values gave).
+# and hold at most this share of the energy of its scores (docs/notes/queries.md has what other values gave).
 _GROWTH, _SHARE = 2.0, 2.0**-5
 
 
@@ -90,8 +90,8 @@ def _solver(left_QQ: Tensor) -> Callable[[Tensor], Tensor]:
 
     Large weights on them would drown in rounding. Where slots that hardly turn and the latent hold the same
     keys, weights that are still exact can make the scores of both many times their sum: that rounds badly,
-    and refinement from there loses more (LOG.md). A Cholesky factorisation of what is above the threshold
-    shows where there are none; then no decomposition is needed.
+    and refinement from there loses more (docs/notes/queries.md). A Cholesky factorisation of what is above
+    the threshold shows where there are none; then no decomposition is needed.
     """
     _, below = torch.linalg.cholesky_ex(left_QQ - _FIRM * torch.eye(len(left_QQ), dtype=left_QQ.dtype))
     if not below:

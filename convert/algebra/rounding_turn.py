@@ -17,7 +17,7 @@ Legend: attention.py; J planes.
 import torch
 from torch import Tensor
 
-SWEEPS = 3  # over all planes; the fourth changes the cost by less than 1 % (LOG.md)
+SWEEPS = 3  # over all planes; the fourth changes the cost by less than 1 % (docs/notes/latent-norm.md)
 
 
 def least_rounded(input_BTD: Tensor, down_CD: Tensor, up_UC: Tensor) -> Tensor:

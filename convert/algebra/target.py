@@ -13,7 +13,8 @@ Rank = int | Literal["full"]  # of a latent; `full` keeps everything
 NAMES = ("gqa", "mqa", "mla")
 # The width that DeepSeek-V2 found sufficient (arXiv 2405.04434), and that MLA kernels are built for.
 ROPE_DIM = 64
-ROPE_SHARE = 0.5  # most of a budget's elements that the rotary part gets without statistics (LOG.md)
+# Most of a budget's elements that the rotary part gets without statistics (docs/notes/metric.md).
+ROPE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

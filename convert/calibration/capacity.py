@@ -14,7 +14,8 @@ _SUM = 8  # bytes of a statistic
 _SAMPLE = 2**15  # tokens of a layer's inputs that are kept, bfloat16
 _STEP = 8  # sequences in a step of refinement
 # Numbers per token that folding a layer takes: hidden sizes of each token that is kept, then hidden sizes and
-# widths of all query heads of each token in a step. Measured with the fused kernel (LOG.md).
+# widths of all query heads of each token in a step.
+# Measured with the fused kernel (docs/notes/time-and-memory.md).
 _ROW, _BY_HIDDEN, _BY_HEADS = 6, 8, 28
 _COPIES = 6  # of a latent's numbers, which a fit to them holds at once
 _BASE = 6 * 10**8  # bytes of the libraries, and of the logits that exist at once

@@ -14,11 +14,12 @@ from ..algebra.attention import Attention
 from ..algebra.metric import LayerMetric, weights_only
 from .statistics import LayerStatistics
 
-# Of the input's moment towards its diagonal; from 1e-6 to 1e-2 nothing else changes (LOG.md).
+# Of the input's moment towards its diagonal; from 1e-6 to 1e-2 nothing else changes (docs/notes/metric.md).
 SHRINKAGE = 1e-3
 
 # Cost of errors at first tokens, relative to all others', above which they are attention sinks: 0.3 and less
-# in layers without one, 0.6 to 10 in those with one, in four models (LOG.md). Without one nothing is gained.
+# in layers without one, 0.6 to 10 in those with one, in four models (docs/notes/metric.md).
+# Without one nothing is gained.
 SINK = 0.5
 
 

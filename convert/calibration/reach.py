@@ -23,7 +23,7 @@ from ..families.source import Source
 
 # Tokens of a calibration sequence where nothing says less: of a text that is read, and of one that the source
 # writes. After 256 tokens of its own SmolLM2-135M loses 3 % more in short windows than after 512, and 12 %
-# more in windows of 2,048, for less than half of the time (LOG.md).
+# more in windows of 2,048, for less than half of the time (docs/notes/calibration.md).
 READ, WRITTEN = 512, 256
 FIRST = 32  # positions that are never doubted
 # How much the mean entropy rises between spans, each twice as long as the one before, where predictions break

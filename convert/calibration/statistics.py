@@ -67,7 +67,7 @@ class LayerStatistics:
             keys of one token.
         value_fisher: G_V, the same at the values.
         query_fisher: G_Q (N, H, H), the same at every query head. All heads together gain nothing over
-            that (LOG.md).
+            that (docs/notes/queries.md).
         distance_NT: the distribution of a query head's attention p over distances Δ = query - key position:
             the mass of p(1-p), which an error in a score moves. Rows sum to 1.
         output_fisher: the same as G_K at the attention's output, (D, D).

@@ -187,7 +187,8 @@ def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
         folded = found.folded
     if found.refined > folded:
         return layer, {"folded": folded, "refined": folded}
-    # Large rates of refinement take back part of what the length before it had saved (LOG.md).
+    # Large rates of refinement take back part of what the length before it had saved
+    # (docs/notes/latent-norm.md).
     refined, _ = _with_rounded_length(its, found.layer, its.sample, FEW_STEPS, RISE)
     return refined, {"folded": folded, "refined": found.refined}
 
@@ -198,7 +199,8 @@ def _with_rounded_length(
     """Return a layer to be refined, or refined, with a length with which rounding its weights costs less.
 
     It is kept where the loss of held-back sequences rises by less than the predicted cost of rounding falls.
-    Refinement recovers most of that rise (LOG.md); a closed form that stays one would not, and keeps its own.
+    Refinement recovers most of that rise (docs/notes/latent-norm.md); a closed form that stays one would
+    not, and keeps its own.
 
     Args:
         its: the layer's folding and source.
@@ -282,7 +284,8 @@ def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) ->
     if not isinstance(layer, LatentAttention) or layer.level_CC is None:
         return layer
     size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
-    # Of 32 heads this takes a CPU seconds, as long as a fifth of the refinement on a GPU (LOG.md).
+    # Of 32 heads this takes a CPU seconds, as long as a fifth of the refinement on a GPU
+    # (docs/notes/time-and-memory.md).
     balanced = with_balanced_heads(layer.to(torch.float64, fitting_device()), its.input_BTD)
     made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), its.input_BTD, float(size), basis)
     written: Layer = made

@@ -22,7 +22,8 @@ from ..algebra.subspaces import factor
 Partition = tuple[tuple[int, ...], ...]  # the heads of every group
 
 CANDIDATES = 4  # orders that are measured where there is text to measure on
-GAIN = 0.06  # share of the predicted loss below which another order is not worth its uncertainty (LOG.md)
+# Share of the predicted loss below which another order is not worth its uncertainty (docs/notes/heads.md).
+GAIN = 0.06
 
 
 def arrangements(attention: Attention, metric: LayerMetric, groups: int) -> list[tuple[list[int], float]]:

@@ -4,7 +4,7 @@ A norm hides the length of a key, and its weight differs between a rotary pair's
 the pair therefore does not pass through it, as it does in pooling.py. So multiples are taken of keys and
 queries as they are after the weight, and the weight is divided out again. Directions are then exact; only the
 root mean square, one number per head and token, is not quite. On three models with key norms this loses
-between a fifth and two fifths of what the plain average loses (LOG.md).
+between a fifth and two fifths of what the plain average loses (docs/notes/key-norms.md).
 
 A norm of each value without weights hides its length, and lets nothing pass but turns. So the heads of a
 group are brought to one length and turned onto each other before they are averaged, and the turns are undone

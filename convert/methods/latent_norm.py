@@ -153,7 +153,7 @@ def with_least_parts(layer: LatentAttention, input_BTD: Tensor, least: float) ->
 
     Refinement trains the length, and may leave directions out of it. In the basis of the norm such a
     direction has a tiny row in the down-projection and a weight of up to thousands in the norm: then one
-    step of an optimizer, or rounding, destroys the layer (LOG.md).
+    step of an optimizer, or rounding, destroys the layer (docs/notes/latent-norm.md).
 
     Args:
         layer: with `level_CC`, float64.

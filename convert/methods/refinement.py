@@ -143,7 +143,8 @@ def refine(
 
     First by gradient descent in orthogonalised steps (Muon), at the rate that is best in a fifth of them.
     Then the output projection is solved for by least squares, since the loss is quadratic in it: at no more
-    cost than two steps it halves what the closed form loses, and makes up for small steps (LOG.md).
+    cost than two steps it halves what the closed form loses, and makes up for small steps
+    (docs/notes/refinement.md).
 
     Args:
         folded: the closed form.
@@ -294,8 +295,9 @@ def _rate(
     Loss is that on held-back inputs; `before` is what the start loses.
     An orthogonalised step moves every direction of a matrix alike, also those in which the gradient is noise.
     The wider a layer, the more there are of these: the rate that is best for hidden sizes of 128 and 256
-    makes layers of 576 and 640 worse than they were, where a sixteenth of it gains (LOG.md). So the search
-    begins at a rate for the layer's width, and goes on while it gains.
+    makes layers of 576 and 640 worse than they were, where a sixteenth of it gains
+    (docs/notes/refinement.md). So the search begins at a rate for the layer's width, and goes on while it
+    gains.
     """
 
     def tried(rate: float) -> float:
@@ -323,7 +325,7 @@ def _descend(
     """Descend from a layer, with orthogonalised steps for matrices, head by head.
 
     Every direction of a head moves alike, however small its gradient is. After 100 steps an eighth of the
-    cache loses 0.52 nats on a small model where it loses 0.87 by Adam (LOG.md).
+    cache loses 0.52 nats on a small model where it loses 0.87 by Adam (docs/notes/refinement.md).
     """
     values = {field.name: getattr(start, field.name) for field in fields(start)}
     weights: dict[str, Tensor] = {

@@ -3,7 +3,7 @@
 Engines compute the frequencies of the stock class's slots from this number alone, so a fold's slots turn at
 other frequencies than the source's pairs, unless it is chosen such that they meet. Which table loses least is
 predicted worse than it is measured: queries that are fitted to the slots make good much of what a wrong
-frequency loses, and how much depends on the model (LOG.md).
+frequency loses, and how much depends on the model (docs/notes/slots.md).
 """
 
 from dataclasses import replace

@@ -27,7 +27,7 @@ from ..algebra.attention import LatentAttention
 from ..algebra.forward import attend
 from ..methods.refinement import BATCH, LayerSample, fitting_device
 
-SHARE = 0.02  # ε; FP8 errs by 0.026 of a number, bfloat16 by 0.0016 (LOG.md)
+SHARE = 0.02  # ε; FP8 errs by 0.026 of a number, bfloat16 by 0.0016 (docs/notes/latent-norm.md)
 STEPS = 60  # of the search before refinement
 FEW_STEPS = 20  # of the one after it, which begins close to its end
 _LEAST = 1e-6  # of the mean: what each direction is taken to have of S and of K at least

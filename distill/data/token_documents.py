@@ -167,8 +167,9 @@ def _written_together(teacher: Any, length: int) -> int:
     """Return how many sequences a teacher writes at once: as many as there is room for their cache.
 
     The more there are, the less of the time goes into reading weights: on a CPU 128 sequences at once of
-    SmolLM2-135M take 0.7 of the time of 32 (LOG.md). The size of a GPU decides, not what is free of it:
-    logits of other batches are rounded otherwise, and a run that is given again should write the same text.
+    SmolLM2-135M take 0.7 of the time of 32 (docs/notes/distillation.md). The size of a GPU decides, not
+    what is free of it: logits of other batches are rounded otherwise, and a run that is given again should
+    write the same text.
     """
     text = teacher.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

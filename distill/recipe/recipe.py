@@ -52,7 +52,7 @@ class Lora(Settings):
 
 
 # With the batch left to kvfold. A stage of 4 steps recovered 3 % of what a fold lost, half its tokens in 50
-# steps 8 % (LOG.md, 2026-11-22).
+# steps 8 % (docs/notes/distillation.md).
 _STEPS, _LARGEST_BATCH = 100, 65536
 FEW_STEPS = 50
 

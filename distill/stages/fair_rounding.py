@@ -2,9 +2,9 @@
 
 A weight of a bfloat16 checkpoint lies on a grid with steps of 2⁻⁸ to 2⁻⁷ of it. Few steps at a low rate move
 most weights by less than half of that, and rounding to the nearest number would take them back to where they
-were (LOG.md). Here a weight is rounded up with a probability that is its distance from the lower number, as a
-share of the step (stochastic rounding; Gupta et al. 2015). The mean of many weights is then that of the
-trained ones, and numbers on the grid stay.
+were (docs/notes/distillation.md). Here a weight is rounded up with a probability that is its distance from
+the lower number, as a share of the step (stochastic rounding; Gupta et al. 2015). The mean of many weights is
+then that of the trained ones, and numbers on the grid stay.
 """
 
 import hashlib

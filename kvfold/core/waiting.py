@@ -1,9 +1,9 @@
 """The way in which threads of one computation wait for each other, on a machine that is busy.
 
 OpenMP's threads wait by spinning. Where another process takes a core, all of them spin until the thread that
-lost it has it again: two threads next to other work took three to eight times the CPU time of one (LOG.md).
-Threads that wait passively do not. It changes no number. On a quiet machine spinning is left as it is, since
-threads wake faster from it.
+lost it has it again: two threads next to other work took three to eight times the CPU time of one
+(docs/notes/time-and-memory.md). Threads that wait passively do not. It changes no number. On a quiet machine
+spinning is left as it is, since threads wake faster from it.
 
 No heavy import here: `--help` goes through this module.
 """
