@@ -33,7 +33,6 @@ QK_NORM: dict[str, Any] = {
 
 
 def _own(prefix: str) -> dict[str, Any]:
-    """Return q, k, v and o of a family with other names for its layers."""
     return {role: f"{prefix}.{role}_proj" for role in "qkv"} | {"o": f"{prefix}.out_proj"}
 
 

@@ -225,7 +225,6 @@ class Source:
         return tuple(self._names(layer).values())
 
     def _names(self, layer: int) -> dict[str, str]:
-        """Return those tensors by role and part."""
         family = self.shape(layer).family
         names = {
             f"{role}.{part}": f"{name}.{part}"

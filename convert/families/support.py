@@ -12,13 +12,7 @@ import click
 from ...core.console import Command, show_json, show_table
 from .family import Block, Family
 from .hosts import HOSTS
-from .recognition import (
-    as_causal,
-    intact_reason,
-    is_multimodal,
-    never_latent,
-    stock_reasons,
-)
+from .recognition import as_causal, intact_reason, is_multimodal, never_latent, stock_reasons
 from .rows import FAMILIES
 from .unfolded import verdict
 
@@ -247,12 +241,7 @@ def _show_every(as_json: bool) -> None:
     places = {kind: in_place(each) for kind, each in whole.items()}
     if as_json:
         multimodal = {
-            kind: {
-                "text": whole[kind].text,
-                "in_place": list(targets),
-                "why": why,
-                "tested": kind in TESTED,
-            }
+            kind: {"text": whole[kind].text, "in_place": list(targets), "why": why, "tested": kind in TESTED}
             for kind, (targets, why) in places.items()
         }
         show_json({"causal": found, "multimodal": multimodal})

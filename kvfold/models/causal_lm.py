@@ -131,7 +131,6 @@ def _configuration(directory: Path, *, own: bool, trusted: bool = False) -> Any:
 
 
 def _check_class(directory: Path, config: Any, *, multimodal: bool = False) -> None:
-    """Check the weights of a checkpoint against the class of its configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     other = multimodal_class(config)

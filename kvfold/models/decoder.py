@@ -132,7 +132,6 @@ class CallRecorder:
             yield
 
     def _as_output(self, hidden_BSD: Tensor) -> Any:
-        """Return hidden states in the form of a layer's output."""
         return hidden_BSD if self._rest is None else (hidden_BSD, *self._rest)
 
 
@@ -290,7 +289,6 @@ def _outermost_attention(layer: nn.Module) -> list[str]:
 
 @contextmanager
 def _replaced(modules: Sequence[Any], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Give modules another `forward` for the duration."""
     own = [module.__dict__.get("forward") for module in modules]  # of compiled and hooked modules
     for module, forward in zip(modules, forwards, strict=True):
         module.forward = forward

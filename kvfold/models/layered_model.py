@@ -213,9 +213,7 @@ class LayeredModel:
         return None
 
     def _load(self, names: list[str]) -> None:
-        """Read tensors of the checkpoint into the model."""
-        with loading_failures(self._checkpoint.directory, "model"):
-            self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, self.device)
+        self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, self.device)
 
     def _convert(self, tensors: dict[str, torch.Tensor], place: torch.device | str) -> Any:
         """Put tensors where transformers would, renamed and joined as it does; return its report."""

@@ -284,7 +284,6 @@ class TeacherCache:
 
 
 def _checksum(state_SD: Tensor) -> int:
-    """Return the CRC-32 of the hidden states of a window."""
     return zlib.crc32(state_SD.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

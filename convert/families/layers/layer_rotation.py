@@ -24,7 +24,6 @@ def layer_rope(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
 
 
 def _kind(config: Mapping[str, Any], layer: int) -> str:
-    """Return a layer's kind of attention."""
     kinds = config.get("layer_types") or []
     return str(kinds[layer]) if layer < len(kinds) else "full_attention"
 
