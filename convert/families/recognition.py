@@ -27,8 +27,6 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-# Where transformers looks for the text model's config, whatever the model type.
-_INNER = ("text_config", "decoder", "generator", "text_encoder")
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
 _SEE = "see `kvfold families` for those that kvfold folds"
@@ -73,11 +71,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
         meant = f"did you mean {near[0]!r}? Otherwise " if near else ""
         raise InvalidInput(f"model_type {shorten(kind)} is unknown; {meant}{_SEE}")
     family = FAMILIES[kind]
-    if inner := [name for name in _INNER if config.get(name) is not None]:
-        raise InvalidInput(
-            f"config.json has {inner[0]}, which a {kind} does not have and with which transformers cannot "
-            "load it; remove it from config.json"
-        )
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise InvalidInput(

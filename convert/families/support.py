@@ -169,30 +169,20 @@ def main(as_json: bool, every: bool) -> None:
     click.echo(f"Quantised sources are read, and all but their attention keeps its bytes. {read}.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeClass:
-    """A multimodal class of transformers, and the text model that it builds.
-
-    Attributes:
-        text: model type of its text model; `any` where text_config names that; None where it has none that
-            kvfold finds.
-        why: the reason for that; empty otherwise.
-    """
-
-    text: str | None
-    why: str = ""
-
-
-def whole_classes() -> dict[str, WholeClass]:
-    """Return the multimodal classes of the installed transformers by model type, sorted.
+def whole_classes() -> dict[str, tuple[str | None, tuple[str, ...], str]]:
+    """Return what each multimodal class of the installed transformers builds, by model type, sorted.
 
     They are those in which an output is loaded: classes that write text from text and other inputs. Only
     their configurations are imported.
 
+    Returns:
+        The model type of its text tower, `any` where text_config names that, or None; what the tower can
+        become in its place; and a sentence, which is the reason where that is nothing.
+
     Example:
         >>> found = whole_classes()
-        >>> found["llava"].text, found["gemma3"].text
-        ('any', 'gemma3_text')
+        >>> found["llava"][:2], found["gemma3"][:2]
+        (('any', ('gqa', 'mqa', 'mla')), ('gemma3_text', ('gqa', 'mqa')))
     """
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import (
@@ -200,36 +190,24 @@ def whole_classes() -> dict[str, WholeClass]:
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    found = {}
+    found: dict[str, tuple[str | None, tuple[str, ...], str]] = {}
     for kind in sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}):
         parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
         if getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False):
-            found[kind] = WholeClass(text=None, why=_SEQUENCE)
+            found[kind] = None, (), _SEQUENCE
         elif "text_config" not in parts or not is_multimodal({**parts, "model_type": kind}):
-            found[kind] = WholeClass(text=None, why=_NO_PLACE)
+            found[kind] = None, (), _NO_PLACE
+        elif parts["text_config"] is AutoConfig:
+            found[kind] = ANY, ("gqa", "mqa", "mla"), ""
         else:
-            text = parts["text_config"]
-            found[kind] = WholeClass(text=ANY if text is AutoConfig else str(text.model_type))
+            text = str(parts["text_config"].model_type)
+            if as_causal(text) not in FAMILIES:
+                found[kind] = text, (), verdict(text, FAMILIES)
+                continue
+            heads = support(as_causal(text))[:2]
+            targets = tuple(cell.target for cell in heads if cell.status != "no")
+            found[kind] = text, targets, "" if targets else "its class has one key/value head per query head"
     return found
-
-
-def in_place(whole: WholeClass) -> tuple[tuple[str, ...], str]:
-    """Return what the text tower of a multimodal class can become in its place, and why not more.
-
-    Returns:
-        The targets, and a sentence; the sentence of a class without targets is the reason.
-    """
-    if whole.text is None:
-        return (), whole.why
-    if whole.text == ANY:
-        return ("gqa", "mqa", "mla"), ""
-    kind = as_causal(whole.text)
-    if kind not in FAMILIES:
-        return (), verdict(whole.text, FAMILIES)
-    heads = tuple(
-        cell.target for cell in support(kind) if cell.target in {"gqa", "mqa"} and cell.status != "no"
-    )
-    return heads, "" if heads else "its class has one key/value head per query head"
 
 
 def _show_every(as_json: bool) -> None:
@@ -238,11 +216,10 @@ def _show_every(as_json: bool) -> None:
 
     found = {kind: verdict(kind, FAMILIES) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     whole = whole_classes()
-    places = {kind: in_place(each) for kind, each in whole.items()}
     if as_json:
         multimodal = {
-            kind: {"text": whole[kind].text, "in_place": list(targets), "why": why, "tested": kind in TESTED}
-            for kind, (targets, why) in places.items()
+            kind: {"text": text, "in_place": list(targets), "why": why, "tested": kind in TESTED}
+            for kind, (text, targets, why) in whole.items()
         }
         show_json({"causal": found, "multimodal": multimodal})
         return
@@ -250,11 +227,11 @@ def _show_every(as_json: bool) -> None:
     rows = [
         (
             kind,
-            whole[kind].text or "-",
+            text or "-",
             "; ".join(filter(None, (", ".join(targets), why))),
             "yes" if kind in TESTED else "",
         )
-        for kind, (targets, why) in places.items()
+        for kind, (text, targets, why) in whole.items()
     ]
     columns = ("model_type", "text tower", "folded in its place to", "tested")
     show_table("multimodal models of transformers", columns, rows)
