@@ -26,7 +26,7 @@ from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
 from .packing import half_order, unpack
 from .recognition import attending, complete, configured, family_of, geometry_of, rotary_width, rotated
-from .stored_tensors import biases_of, check_whole, has_own_head
+from .stored_tensors import biases_of, names_outside_attention
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
 # position.
@@ -372,9 +372,12 @@ def open_source(place: Path | Checkpoint) -> Source:
         layers = tuple(range(config["num_hidden_layers"]))
     own = {layer: shape_of(family, config, geometry, layer) for layer in layers}
     biases = biases_of(checkpoint, family, own)
-    check_whole(checkpoint, family, config)
-    if config["tie_word_embeddings"] and has_own_head(checkpoint, family.head, embedding):
-        config["tie_word_embeddings"] = False
+    for name in names_outside_attention(family, config):
+        if name not in checkpoint:  # transformers would fill the gap with random numbers
+            raise checkpoint.absence(name, f"a {family.label} checkpoint")
+    stores_both = family.head in checkpoint and embedding in checkpoint
+    if config["tie_word_embeddings"] and stores_both and not checkpoint.are_equal(family.head, embedding):
+        config["tie_word_embeddings"] = False  # transformers 5 then loads both, whatever config.json says
     width = rotary_width(family, config, geometry.head_dim)
     source = Source(
         checkpoint=checkpoint,
