@@ -1,6 +1,7 @@
 """The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache.
 
-A `config` is what `complete` returns, unless a function says otherwise.
+`family_of`, `is_multimodal` and `complete` read a config.json as it is on disk; the other functions read what
+`complete` returns.
 """
 
 import difflib
