@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...core.processes import check_enough, gather_rows, place, together
-from ...models.caches import cache_argument, cache_of, growing_cache
-from ...models.positions import positions_behind
+from ...models.caches import cache_argument, cache_of, growing_cache, positions_behind
 from .written_batches import WrittenBatches
 
 BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first

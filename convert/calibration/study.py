@@ -30,8 +30,9 @@ from ...models.layered_model import LayeredModel
 from ...models.load_failures import loading_failures, no_progress_bars
 from ...texts.calibration_name import names_statistics, parts
 from ...texts.documents import check_calibration
+from ..families.family import Family
 from ..families.packing import split, split_queries
-from ..families.recognition import Family, family_of
+from ..families.recognition import family_of
 from ..families.source import Source
 from . import layerwise as by_layer
 from . import passes

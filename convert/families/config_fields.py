@@ -16,10 +16,6 @@ _LARGEST_NUMBER = 1e30  # float32 has three times 10^38, and holds its products 
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -32,15 +28,11 @@ def _is_positive(value: Any) -> bool:
 
 def is_size(value: Any) -> bool:
     """Return whether a value is a whole number from 1 to `LARGEST`."""
-    return _is_whole(value) and 0 < value <= LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def _are_positive(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_positive(number) for number in value)
+def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
 
 
 def _are_objects(value: Any) -> bool:
@@ -52,11 +44,9 @@ _SIZE: _Check = (f"a whole number from 1 to {LARGEST}", is_size)
 _POSITIVE: _Check = (f"a positive number of at most {_LARGEST_NUMBER:g}", _is_positive)
 _COUNT: _Check = (f"a whole number from 0 to {LARGEST}", lambda value: value == 0 or is_size(value))
 _NUMBER: _Check = (f"a number from -{_LARGEST_NUMBER:g} to {_LARGEST_NUMBER:g}", _is_number)
-_RATE: _Check = ("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 _SHARE: _Check = ("a number above 0 and at most 1", lambda value: _is_number(value) and 0 < value <= 1)
 _TEXT: _Check = ("a string", lambda value: isinstance(value, str))
-_FLAG: _Check = ("true or false", lambda value: isinstance(value, bool))
-_NAMES: _Check = ("a list of strings", _is_texts)
+_NAMES: _Check = ("a list of strings", _list_of(lambda value: isinstance(value, str)))
 
 # A field may also be absent or null, where its class says what that means.
 _FIELDS: dict[str, _Check] = {
@@ -73,9 +63,8 @@ _FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("norm_eps", "attn_logit_softcapping", "query_pre_attn_scalar"), _POSITIVE),
     **dict.fromkeys(("attention_multiplier", "logits_scaling", "swiglu_limit"), _POSITIVE),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), _POSITIVE),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "initializer_range"), _NUMBER),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), _NUMBER),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _SHARE),
-    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), _RATE),
     **dict.fromkeys(("layer_types", "mlp_layer_types"), _NAMES),
     "per_layer_config": ("an object of objects, one for each layer,", _are_objects),
 }
@@ -97,10 +86,9 @@ _ROPE_FIELDS: dict[str, _Check] = {
     **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), _NUMBER),
     "original_max_position_embeddings": _SIZE,
     "partial_rotary_factor": _SHARE,
-    "truncate": _FLAG,
     **dict.fromkeys(
         ("short_factor", "long_factor"),
-        (f"a list of positive numbers of at most {_LARGEST_NUMBER:g}", _are_positive),
+        (f"a list of positive numbers of at most {_LARGEST_NUMBER:g}", _list_of(_is_positive)),
     ),
 }
 _KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}  # which may have rope parameters of their own
@@ -119,7 +107,10 @@ def check_fields(config: Mapping[str, Any]) -> None:
     _check_table(config, _FIELDS, "")
     for field in _ROPE:
         for path, rope in _rope_objects(config.get(field), field):
-            _check_rope(rope, path)
+            _check_table(rope, _ROPE_FIELDS, f"{path}.")
+            low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+            if low is not None and high is not None and low >= high:
+                raise _wrong(f"{path}.low_freq_factor", low, f"a number below high_freq_factor {high}")
 
 
 def check_places(config: Mapping[str, Any]) -> None:
@@ -138,10 +129,6 @@ def check_places(config: Mapping[str, Any]) -> None:
 
 def check_layers(config: Mapping[str, Any], *, mixers: bool) -> None:
     """Check that the layers of a complete config rotate or not, and that some attend.
-
-    Args:
-        config: a complete one.
-        mixers: whether some of its layers need not attend.
 
     Raises:
         InvalidInput: names the field whose value is wrong, and what would be right.
@@ -164,10 +151,6 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
     Ids of the beginning and the end may be beyond the vocabulary: they are the defaults of a class whose
     vocabulary is larger, and `known_ids` leaves them out. Transformers cannot load such an id of padding.
 
-    Args:
-        config: as it is on disk.
-        vocabulary: the number of embeddings.
-
     Raises:
         InvalidInput: names the first id that is none.
     """
@@ -181,10 +164,6 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
 
 def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     """Return the ids of the beginning and the end without those beyond the vocabulary.
-
-    Args:
-        config: a complete one, whose ids were checked.
-        vocabulary: the number of embeddings.
 
     Returns:
         The fields that change. One whose ids are all beyond is None.
@@ -223,13 +202,6 @@ def _rope_objects(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any
             yield f"{path}.{printable(kind)}", inner
     else:
         yield path, value
-
-
-def _check_rope(rope: Mapping[str, Any], path: str) -> None:
-    _check_table(rope, _ROPE_FIELDS, f"{path}.")
-    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
-    if low is not None and high is not None and low >= high:
-        raise _wrong(f"{path}.low_freq_factor", low, f"a number below high_freq_factor {high}")
 
 
 def _wrong(path: str, value: Any, wanted: str) -> InvalidInput:

@@ -28,6 +28,7 @@ class Block:
             logits (Granite).
         centred: LayerNorm without weights, which is RMSNorm when what it reads is centred (OLMo).
         gate_up: gate and up projection are one tensor (Phi-3).
+        activation: of the MLP, unless config.json states another one.
     """
 
     norm_shift: float = 0.0
@@ -37,6 +38,7 @@ class Block:
     logits: str | None = None
     centred: bool = False
     gate_up: bool = False
+    activation: str = "silu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class Family:
         unrotated: the config field that says which layers have no rotation; `sliding_window`: where it is
             given, all layers but those with a window; `layer_types`: all but those with a window.
         dense_rotate: the config field that is 1 where all layers without experts rotate, whatever they read.
+        windowed: its class limits attention to a sliding window unless config.json turns that off; stated for
+            families that the stock latent class can hold.
         mixers: some layers have another mixer than attention, whose cache does not grow: a recurrence or a
             convolution.
         gate: the projection of the layer's input whose sigmoid multiplies each head's output; `q` where it is
@@ -125,6 +129,7 @@ class Family:
     rotates: Literal["position_embedding_type", "rope_theta"] | None = None
     unrotated: str | None = None
     dense_rotate: str | None = None
+    windowed: bool = False
     mixers: bool = False
     gate: str | None = None
     scale: tuple[str, float] | None = None

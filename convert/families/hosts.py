@@ -33,7 +33,6 @@ class Host:
 
 
 def _taken(source: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the source's values under the class's names."""
     return {theirs: source[ours] for ours, theirs in names.items() if ours in source}
 
 

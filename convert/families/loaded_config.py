@@ -40,10 +40,6 @@ def _with_infinities(found: dict[str, Any]) -> Any:
 def loaded_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the configuration that the class makes of a config.json, next to its other fields.
 
-    Args:
-        family: the row, which says the class.
-        config: as it is on disk, with sizes that were checked.
-
     Raises:
         InvalidInput: the class refuses it.
     """

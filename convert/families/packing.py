@@ -146,7 +146,6 @@ def unpack(
 
 
 def _gate(named: Mapping[str, Tensor], part: str, family: Family, geometry: Geometry) -> Tensor | None:
-    """Return the weight or the bias of the gate, by head."""
     rows = named.get(f"{'q' if family.gate == 'q' else 'gate'}.{part}")
     if family.gate is None or rows is None:
         return None
@@ -197,5 +196,4 @@ def _reordered(rows_IHX: Tensor, order_H: Tensor) -> Tensor:
 
 
 def _flat(rows: Tensor | None) -> Tensor | None:
-    """Stack heads one under another."""
     return None if rows is None else rows.flatten(0, 1)

@@ -1,4 +1,8 @@
-"""The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache."""
+"""The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache.
+
+`family_of`, `is_multimodal` and `complete` read a config.json as it is on disk; the other functions read what
+`complete` returns.
+"""
 
 import difflib
 from collections.abc import Mapping
@@ -9,38 +13,13 @@ from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
 from ..algebra.target import Geometry
 from .config_fields import check_fields
-from .family import Block, Family
+from .family import Family
 from .layers.layer_kinds import ATTENTION, SLIDING
 from .layers.layer_shapes import first_follower, overrides
 from .loaded_config import default_of, loaded_config
 from .rows import FAMILIES
 from .unfolded import CODE_ONLY, UNFOLDED
 
-__all__ = [
-    "FAMILIES",
-    "Block",
-    "Family",
-    "as_causal",
-    "attending",
-    "complete",
-    "configured",
-    "family_of",
-    "geometry_of",
-    "intact_reason",
-    "is_multimodal",
-    "latent_obstacle",
-    "never_latent",
-    "rotary_width",
-    "rotated",
-]
-
-# Model types that read a whole text at once: there is no KV cache to fold.
-_ENCODERS = {
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
-    "roberta",
-    "xlm-roberta", "bart", "mbart", "marian", "t5", "mt5", "umt5", "pegasus", "clip", "siglip", "vit",
-    "whisper",
-}  # fmt: skip
 # Model types of towers that compute, on text, what another model type computes. Sections of M-RoPE have the
 # same position on text, and one table of frequencies.
 _SAME_AS = {
@@ -49,12 +28,9 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-# Where transformers looks for the text model's config, whatever the model type.
-_INNER = ("text_config", "decoder", "generator", "text_encoder")
 BEHIND_ROTATION = "it normalises queries and keys after rotation"
 UNLIKE = "its layers differ in the width of their heads"
 _SEE = "see `kvfold families` for those that kvfold folds"
-_LATENT = {"deepseek_v2", "deepseek_v3", "youtu", "minicpm3", "kvfold"}  # kvfold: outputs with their own code
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -69,9 +45,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InvalidInput(f"config.json has no model_type; {_SEE}")
     if not isinstance(kind, str):
         raise InvalidInput(f"config.json has model_type {shorten(kind)}, where a string is needed")
-    if kind in _ENCODERS or config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") and kind not in UNFOLDED:
         raise InvalidInput(
-            f"model_type {kind} is an encoder model, which kvfold cannot fold; it folds decoders: {_SEE}"
+            f"model_type {shorten(kind)} is an encoder-decoder model, and kvfold folds decoders; {_SEE}"
         )
     if is_multimodal(config):
         raise InvalidInput(
@@ -79,8 +55,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "whole; to distil, migrate or quantise it, write its text tower alone with `kvfold convert "
             "--text-only`"
         )
-    if kind in _LATENT:
-        raise InvalidInput(f"model_type {kind} already has latent attention; {_SEE}")
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
     if kind in CODE_ONLY:
@@ -98,11 +72,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
         meant = f"did you mean {near[0]!r}? Otherwise " if near else ""
         raise InvalidInput(f"model_type {shorten(kind)} is unknown; {meant}{_SEE}")
     family = FAMILIES[kind]
-    if inner := [name for name in _INNER if config.get(name) is not None]:
-        raise InvalidInput(
-            f"config.json has {inner[0]}, which a {kind} does not have and with which transformers cannot "
-            "load it; remove it from config.json"
-        )
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise InvalidInput(
@@ -119,12 +88,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def configured(family: Family, config: Mapping[str, Any]) -> Family:
-    """Return a family's row without the norms and the rotation that a config.json turns off.
-
-    Args:
-        family: the row.
-        config: a complete one, or one as it is on disk.
-    """
+    """Return a family's row without the norms and rotation that config.json, complete or not, turns off."""
     flag = family.norm_flag
     if flag is not None and not (config[flag] if flag in config else default_of(family, flag)):
         family = replace(family, q_norm=None, k_norm=None, late_norms=None)
@@ -133,9 +97,6 @@ def configured(family: Family, config: Mapping[str, Any]) -> Family:
 
 def as_causal(named: str) -> str:
     """Return the model type of the causal language model that computes what a text tower computes.
-
-    Args:
-        named: model type of the tower.
 
     Example:
         >>> as_causal("qwen2_5_vl_text"), as_causal("gemma3_text")
@@ -170,10 +131,6 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Its fields have the names that Llama's have, `rope_parameters` says how layers rotate, and `layer_types`
     the kind of every layer, where there is more than one.
-
-    Args:
-        family: the row.
-        config: a config.json, or what is known of one.
 
     Raises:
         InvalidInput: a field has a value that the class or kvfold does not read.
@@ -301,24 +258,14 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None
 
 
 def intact_reason(family: Family, *, biased: bool, unlike: bool) -> str | None:
-    """Return why the rotary part of a family's keys cannot be decoupled; None when it can.
-
-    Args:
-        family: its row.
-        biased: whether its attention has biases.
-        unlike: whether its layers have unlike rotary embeddings.
-    """
+    """Return why the rotary part of a family's keys cannot be decoupled; None when it can."""
     if family.sinks is not None and biased:
         return "its attention has sinks, so that biases of keys and values are no constants"
     return "its layers have unlike rotary embeddings" if unlike else None
 
 
 def never_latent(family: Family) -> str | None:
-    """Return why no output format of latent attention holds a checkpoint; None where one may.
-
-    Args:
-        family: the row of the checkpoint, from `configured`.
-    """
+    """Return why no output format of latent attention holds a checkpoint; None where one may."""
     if family.late_norms is not None:
         return BEHIND_ROTATION
     return UNLIKE if family.unlike else family.unlatent

@@ -26,7 +26,7 @@ from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
 from .packing import half_order, unpack
 from .recognition import attending, complete, configured, family_of, geometry_of, rotary_width, rotated
-from .stored_tensors import biases_of, check_whole, has_own_head
+from .stored_tensors import biases_of, names_outside_attention
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
 # position.
@@ -132,17 +132,11 @@ class Source:
     @property
     def reordered(self) -> bool:
         """Return whether a head's dimensions are in another order in `attention` than in the checkpoint."""
-        return not torch.equal(self.head_order, torch.arange(self.geometry.head_dim))
+        head_dim = self.geometry.head_dim
+        return not torch.equal(half_order(self.family, head_dim, self.rotary_width), torch.arange(head_dim))
 
-    @property
-    def head_order(self) -> Tensor:
-        """Return, for each dimension of a head in `attention`, its place in the checkpoint, (H,), int64."""
-        return self.order_of(None)
-
-    def order_of(self, layer: int | None) -> Tensor:
-        """Return the same for the heads of one layer; None: those of the geometry of all."""
-        if layer is None:
-            return half_order(self.family, self.geometry.head_dim, self.rotary_width)
+    def order_of(self, layer: int) -> Tensor:
+        """Return, for each dimension of a layer's head in `attention`, its place in the checkpoint, (H,)."""
         own = self.shape(layer)
         return half_order(own.family, own.geometry.head_dim, own.rotary_width)
 
@@ -231,7 +225,6 @@ class Source:
         return tuple(self._names(layer).values())
 
     def _names(self, layer: int) -> dict[str, str]:
-        """Return those tensors by role and part."""
         family = self.shape(layer).family
         names = {
             f"{role}.{part}": f"{name}.{part}"
@@ -301,23 +294,15 @@ class Source:
         return _pair_gain(weights[0] * weights[1])[1] if weights else None
 
     def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
-        """Return the parts of a layer's attention that are not weights, float64.
-
-        Args:
-            layer: its number.
-            rotary_factor: factor on the cosines and sines, unless `attention` was given it.
-
-        Raises:
-            InvalidInput: config.json has a norm's epsilon or a bound on scores that is no positive number.
-        """
+        """Return the parts of a layer's attention that are not weights, float64."""
         family, sinks_N = self.family, None
         if family.sinks is not None:
             sinks_N = self.checkpoint[family.prefix + family.sinks.format(layer=layer)].to(torch.float64)
         bounded = family.soft_cap is not None and self.config[family.soft_cap] is not None
         late = self._has_late_norms(layer)
         return Scoring(
-            norm_epsilon=_positive(self.config, "rms_norm_eps") if family.normalises else 0.0,
-            soft_cap=_positive(self.config, str(family.soft_cap)) if bounded else None,
+            norm_epsilon=float(self.config["rms_norm_eps"]) if family.normalises else 0.0,
+            soft_cap=float(self.config[str(family.soft_cap)]) if bounded else None,
             window=self.window(layer),
             sinks_N=sinks_N,
             pair_gain_F=None if rotary_factor == 1 or late else self._pair_gains(rotary_factor),
@@ -357,12 +342,6 @@ def _pair_gain(product_XH: Tensor) -> tuple[Tensor, Tensor]:
     return common_XH, product_XH / common_XH
 
 
-def _positive(config: Mapping[str, Any], name: str) -> float:
-    if not isinstance(config[name], int | float) or not config[name] > 0:
-        raise InvalidInput(f"config.json has {name} {config[name]!r}, where a positive number is needed")
-    return float(config[name])
-
-
 def open_source(place: Path | Checkpoint) -> Source:
     """Open the checkpoint in a directory, or one whose tensors are read from elsewhere.
 
@@ -393,9 +372,12 @@ def open_source(place: Path | Checkpoint) -> Source:
         layers = tuple(range(config["num_hidden_layers"]))
     own = {layer: shape_of(family, config, geometry, layer) for layer in layers}
     biases = biases_of(checkpoint, family, own)
-    check_whole(checkpoint, family, config)
-    if config["tie_word_embeddings"] and has_own_head(checkpoint, family.head, embedding):
-        config["tie_word_embeddings"] = False
+    for name in names_outside_attention(family, config):
+        if name not in checkpoint:  # transformers would fill the gap with random numbers
+            raise checkpoint.absence(name, f"a {family.label} checkpoint")
+    stores_both = family.head in checkpoint and embedding in checkpoint
+    if config["tie_word_embeddings"] and stores_both and not checkpoint.are_equal(family.head, embedding):
+        config["tie_word_embeddings"] = False  # transformers 5 then loads both, whatever config.json says
     width = rotary_width(family, config, geometry.head_dim)
     source = Source(
         checkpoint=checkpoint,
@@ -415,12 +397,6 @@ def open_source(place: Path | Checkpoint) -> Source:
 
 def shape_of(family: Family, config: Mapping[str, Any], geometry: Geometry, layer: int) -> LayerShape:
     """Return the row, the heads and the rotary width of one layer.
-
-    Args:
-        family: the row of the checkpoint.
-        config: a complete one.
-        geometry: of its first level.
-        layer: the layer's number.
 
     Raises:
         InvalidInput: its sizes do not fit together.

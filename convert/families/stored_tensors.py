@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint of a family should have, and a check that they are there."""
+"""The tensors that a checkpoint of a family should have, and a check of those of its attention."""
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
@@ -8,29 +8,6 @@ from ...core.errors import InvalidInput
 from .family import Family
 from .layers.layer_shapes import LayerShape
 from .packing import outputs, shapes
-
-
-def has_own_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
-    """Return whether a checkpoint stores a head that is not its embeddings.
-
-    transformers 5 then loads both, even where config.json says that they are tied.
-
-    Args:
-        checkpoint: whose tensors are compared.
-        head: name of the head's weight.
-        embedding: name of the embeddings.
-    """
-    return head in checkpoint and embedding in checkpoint and not checkpoint.are_equal(head, embedding)
-
-
-def check_whole(checkpoint: Checkpoint, family: Family, config: dict[str, Any]) -> None:
-    """Check that everything apart from attention is there.
-
-    Transformers would fill a gap with random numbers.
-    """
-    for name in names_outside_attention(family, config):
-        if name not in checkpoint:
-            raise checkpoint.absence(name, f"a {family.label} checkpoint")
 
 
 def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
@@ -46,11 +23,6 @@ def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[s
 
 def biases_of(checkpoint: Checkpoint, family: Family, layers: Mapping[int, LayerShape]) -> frozenset[str]:
     """Return the roles with a bias, after checking every layer's tensors and shapes against config.json.
-
-    Args:
-        checkpoint: the source.
-        family: its row.
-        layers: the shape of each layer with attention, by its number.
 
     Raises:
         InvalidInput: a tensor is missing or misshapen, or layers have unlike biases.

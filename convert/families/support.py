@@ -4,27 +4,16 @@
 are the source's.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import click
 
 from ...core.console import Command, show_json, show_table
-from ...core.errors import InvalidInput
+from .family import Block, Family
 from .hosts import HOSTS
-from .recognition import (
-    FAMILIES,
-    Family,
-    as_causal,
-    attending,
-    complete,
-    intact_reason,
-    is_multimodal,
-    never_latent,
-    rotated,
-    stock_reasons,
-)
+from .recognition import as_causal, intact_reason, is_multimodal, never_latent, stock_reasons
+from .rows import FAMILIES
 from .unfolded import verdict
 
 # Nats per token of predicted loss that decoupled rotation may cost over intact rotation, at the same cache,
@@ -63,24 +52,10 @@ class Support:
 
 
 def support(kind: str) -> tuple[Support, ...]:
-    """Return what a family can become: a cell for gqa, for mqa, and for mla in each of its containers.
-
-    Args:
-        kind: its model_type, a key of FAMILIES.
-    """
+    """Return what a family can become: a cell for gqa, for mqa, and for mla in each of its containers."""
     family = FAMILIES[kind]
-    try:
-        config = complete(family, {"model_type": kind})
-    except InvalidInput as missing:  # in an older transformers
-        return tuple(Support(target=to, status="no", why=str(missing)) for to in ("gqa", "mqa", "mla"))
-    stock = _latent(family, config)
-    return (
-        _heads(family, "gqa"),
-        _heads(family, "mqa"),
-        stock,
-        _serving(stock, config),
-        _remote(family, config),
-    )
+    stock = _latent(family)
+    return _heads(family, "gqa"), _heads(family, "mqa"), stock, _serving(family, stock), _remote(family)
 
 
 def _heads(family: Family, target: str) -> Support:
@@ -109,7 +84,7 @@ def _heads(family: Family, target: str) -> Support:
     )
 
 
-def _latent(family: Family, config: Mapping[str, Any]) -> Support:
+def _latent(family: Family) -> Support:
     reasons = stock_reasons(family)
     if reasons:
         regressed = family.k_norm is not None and not stock_reasons(replace(family, k_norm=None))
@@ -117,11 +92,9 @@ def _latent(family: Family, config: Mapping[str, Any]) -> Support:
             "it normalises its keys: approximate, by statistics, below full rank" if regressed else reasons[0]
         )
         return Support(target="mla", container="stock", status="no", why=why)
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    mixed = len({rotated(family, config, layer) for layer in range(config["num_hidden_layers"])}) > 1
     notes = {
-        "with sliding_window off": windowed,
-        "its layers without rotation leave the rotary key empty": mixed,
+        "with sliding_window off": family.windowed,
+        "its layers without rotation leave the rotary key empty": family.unrotated is not None,
     }
     why = "; ".join(note for note, holds in notes.items() if holds)
     return Support(
@@ -129,33 +102,26 @@ def _latent(family: Family, config: Mapping[str, Any]) -> Support:
     )
 
 
-def _serving(stock: Support, config: Mapping[str, Any]) -> Support:
+def _serving(family: Family, stock: Support) -> Support:
     """Return the cell of the stock class in the one shape that other engines take."""
-    act = config.get("hidden_act")
-    why = "engines other than transformers compute silu in the class" if act != "silu" else ""
-    if stock.status == "no" or why:
-        return replace(
-            stock,
-            container="serving",
-            architecture=None,
-            status="no",
-            why=stock.why if stock.status == "no" else why,
-        )
+    if stock.status == "no":
+        return replace(stock, container="serving")
+    if isinstance(family.block, Block) and family.block.activation != "silu":
+        why = "engines other than transformers compute silu in the class"
+        return replace(stock, container="serving", architecture=None, status="no", why=why)
     why = "exact for one key/value head of at most 64, all rotary, without biases"
     return replace(stock, container="serving", status="approximate", why=why)
 
 
-def _remote(family: Family, config: Mapping[str, Any]) -> Support:
-    """Return the cell of the source's class with kvfold's attention, which holds every family.
+def _remote(family: Family) -> Support:
+    """Return the cell of the source's class with kvfold's attention, whose form is that of form.choose_form.
 
-    The form is that of form.choose_form.
+    Families with sinks have biases.
     """
-    turns = {rotated(family, config, layer) for layer in attending(family, config)}
-    # Families with sinks have biases.
     never = never_latent(family)
     if never is not None:
         return Support(target="mla", container="remote", status="no", why=never)
-    reason = intact_reason(family, biased=True, unlike=family.rotary is not None and len(turns) > 1)
+    reason = intact_reason(family, biased=True, unlike=family.unrotated is not None)
     form = "decoupled" if reason is None else f"intact: {reason}"
     if reason is None and family.k_norm is not None:
         form = f"intact: with statistics decoupled, where that loses at most {LIMIT} nats more"
@@ -187,7 +153,8 @@ def main(as_json: bool, every: bool) -> None:
         cells: dict[str, dict[str, Any]] = {kind: {} for kind in table}
         for kind, row in table.items():
             for cell in row:
-                cells[kind].setdefault(cell.target, []).append(_plain(cell))
+                plain = {name: value for name, value in vars(cell).items() if name != "target"}
+                cells[kind].setdefault(cell.target, []).append(plain)
         show_json({kind: {"family": FAMILIES[kind].label, **row} for kind, row in cells.items()})
         return
     rows = [(FAMILIES[kind].label, kind, *line) for kind, row in table.items() for line in _lines(row)]
@@ -202,74 +169,45 @@ def main(as_json: bool, every: bool) -> None:
     click.echo(f"Quantised sources are read, and all but their attention keeps its bytes. {read}.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeClass:
-    """A multimodal class of transformers, and the text model that it builds.
-
-    Attributes:
-        text: model type of its text model; `any` where text_config names that; None where it has none that
-            kvfold finds.
-        why: the reason for that; empty otherwise.
-    """
-
-    text: str | None
-    why: str = ""
-
-
-def whole_classes() -> dict[str, WholeClass]:
-    """Return the multimodal classes of the installed transformers by model type, sorted.
+def whole_classes() -> dict[str, tuple[str | None, tuple[str, ...], str]]:
+    """Return what each multimodal class of the installed transformers builds, by model type, sorted.
 
     They are those in which an output is loaded: classes that write text from text and other inputs. Only
     their configurations are imported.
 
+    Returns:
+        The model type of its text tower, `any` where text_config names that, or None; what the tower can
+        become in its place; and a sentence, which is the reason where that is nothing.
+
     Example:
         >>> found = whole_classes()
-        >>> found["llava"].text, found["gemma3"].text
-        ('any', 'gemma3_text')
+        >>> found["llava"][:2], found["gemma3"][:2]
+        (('any', ('gqa', 'mqa', 'mla')), ('gemma3_text', ('gqa', 'mqa')))
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    kinds = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    return {kind: _whole_class(kind, CONFIG_MAPPING[kind]) for kind in sorted(kinds)}
-
-
-def _whole_class(kind: str, config: type) -> WholeClass:
-    """Return what a class builds, by the configurations that its own holds."""
-    from transformers import AutoConfig
-
-    parts = getattr(config, "sub_configs", {})
-    if getattr(config, "is_encoder_decoder", False):
-        return WholeClass(text=None, why=_SEQUENCE)
-    if "text_config" not in parts or not is_multimodal({**parts, "model_type": kind}):
-        return WholeClass(text=None, why=_NO_PLACE)
-    text = parts["text_config"]
-    return WholeClass(text=ANY if text is AutoConfig else str(text.model_type))
-
-
-def in_place(whole: WholeClass) -> tuple[tuple[str, ...], str]:
-    """Return what the text tower of a multimodal class can become in its place, and why not more.
-
-    Args:
-        whole: the class.
-
-    Returns:
-        The targets, and a sentence; the sentence of a class without targets is the reason.
-    """
-    if whole.text is None:
-        return (), whole.why
-    if whole.text == ANY:
-        return ("gqa", "mqa", "mla"), ""
-    kind = as_causal(whole.text)
-    if kind not in FAMILIES:
-        return (), verdict(whole.text, FAMILIES)
-    heads = tuple(
-        cell.target for cell in support(kind) if cell.target in {"gqa", "mqa"} and cell.status != "no"
-    )
-    return heads, "" if heads else "its class has one key/value head per query head"
+    found: dict[str, tuple[str | None, tuple[str, ...], str]] = {}
+    for kind in sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}):
+        parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
+        if getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False):
+            found[kind] = None, (), _SEQUENCE
+        elif "text_config" not in parts or not is_multimodal({**parts, "model_type": kind}):
+            found[kind] = None, (), _NO_PLACE
+        elif parts["text_config"] is AutoConfig:
+            found[kind] = ANY, ("gqa", "mqa", "mla"), ""
+        else:
+            text = str(parts["text_config"].model_type)
+            if as_causal(text) not in FAMILIES:
+                found[kind] = text, (), verdict(text, FAMILIES)
+                continue
+            heads = support(as_causal(text))[:2]
+            targets = tuple(cell.target for cell in heads if cell.status != "no")
+            found[kind] = text, targets, "" if targets else "its class has one key/value head per query head"
+    return found
 
 
 def _show_every(as_json: bool) -> None:
@@ -278,16 +216,10 @@ def _show_every(as_json: bool) -> None:
 
     found = {kind: verdict(kind, FAMILIES) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     whole = whole_classes()
-    places = {kind: in_place(each) for kind, each in whole.items()}
     if as_json:
         multimodal = {
-            kind: {
-                "text": whole[kind].text,
-                "in_place": list(targets),
-                "why": why,
-                "tested": kind in TESTED,
-            }
-            for kind, (targets, why) in places.items()
+            kind: {"text": text, "in_place": list(targets), "why": why, "tested": kind in TESTED}
+            for kind, (text, targets, why) in whole.items()
         }
         show_json({"causal": found, "multimodal": multimodal})
         return
@@ -295,11 +227,11 @@ def _show_every(as_json: bool) -> None:
     rows = [
         (
             kind,
-            whole[kind].text or "-",
+            text or "-",
             "; ".join(filter(None, (", ".join(targets), why))),
             "yes" if kind in TESTED else "",
         )
-        for kind, (targets, why) in places.items()
+        for kind, (text, targets, why) in whole.items()
     ]
     columns = ("model_type", "text tower", "folded in its place to", "tested")
     show_table("multimodal models of transformers", columns, rows)
@@ -311,17 +243,8 @@ def _show_every(as_json: bool) -> None:
 
 
 def _lines(row: tuple[Support, ...]) -> list[tuple[str, str, str]]:
-    """Yield targets, container and result; targets with one result share a line."""
+    """Return targets, container and result; targets with one result share a line."""
     targets: dict[tuple[str, str], list[str]] = {}
     for cell in row:
         targets.setdefault((cell.container or "-", str(cell)), []).append(cell.target)
     return [(", ".join(shared), container, result) for (container, result), shared in targets.items()]
-
-
-def _plain(cell: Support) -> dict[str, Any]:
-    return {
-        "status": cell.status,
-        "why": cell.why,
-        "container": cell.container,
-        "architecture": cell.architecture,
-    }

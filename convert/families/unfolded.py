@@ -1,4 +1,4 @@
-"""Model types of transformers' causal language models that kvfold does not fold, each with the reason.
+"""Model types that kvfold does not fold, each with the reason; all causal ones of transformers are here.
 
 Read in transformers 5.24. `kvfold families --all` prints them. A model type in neither this table nor that of
 families is reported as not examined.
@@ -7,71 +7,57 @@ families is reported as not examined.
 from collections.abc import Iterable
 
 NOT_EXAMINED = "not examined"
-
-_ENCODER = "it is an encoder, which reads a whole text at once"
-_SEQUENCE = "it is a part of an encoder-decoder model, whose decoder also attends to an encoder"
-_LATENT = "its attention is latent already"
-_NO_ATTENTION = "it has no attention"
-_HYBRID = "some of its layers have no attention, and folding only the others is not implemented"
-_GATED = "it gates each dimension of the attention's output, so values cannot change their basis"
-_PARTLY = "which of its layers rotate depends on two fields, and no row describes that"
-_DISTANCE = "its scores have a bias for each distance, and its class one key head per query head"
-_ALL_HEADS = "its class has one key head per query head, and no row describes its attention"
-_SHARED = "its layers share keys and values, or differ in their widths"
-_SELECTED = "it selects the tokens that it attends to by an index of its own"
-_WHOLE = "it is a multimodal model"
-_TOWER = "it is a multimodal model, whose text tower is folded in its place"
-_ASSISTANT = "it is a draft model, which reads the keys and values of the model that it drafts for"
-_UNDESCRIBED = "no row describes its attention"
-_LOOPED = "it runs some layers several times over, and may cache each pass"
-
-
-def _all(reason: str, kinds: Iterable[str]) -> dict[str, str]:
-    return dict.fromkeys(kinds, reason)
-
-
-UNFOLDED: dict[str, str] = {
-    **_all(_ENCODER, (
-        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
-        "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
-        "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "reformer",
-    )),
-    **_all(_SEQUENCE, (
+_BY_REASON: dict[str, tuple[str, ...]] = {
+    "it is an encoder, which reads a whole text at once": (
+        "albert", "bert", "bert-generation", "big_bird", "camembert", "clip", "data2vec-text",
+        "deberta", "deberta-v2", "distilbert", "electra", "ernie", "megatron-bert", "modernbert",
+        "mpnet", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+        "siglip", "vit", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
+    ),
+    "it is a part of an encoder-decoder model, whose decoder also attends to an encoder": (
         "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen",
-        "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper",
-    )),
-    **_all(_LATENT, (
+        "mt5", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "t5", "trocr", "umt5", "whisper",
+    ),
+    "its attention is latent already": (
         "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-        "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash", "minicpm3", "sarvam_mla",
-        "youtu",
-    )),
-    **_all(_NO_ATTENTION, ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")),
-    **_all(_HYBRID, (
+        "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "kvfold", "longcat_flash", "minicpm3",
+        "sarvam_mla", "youtu",
+    ),
+    "it has no attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
+    "some of its layers have no attention, and folding only the others is not implemented": (
         "falcon_h1", "lfm3", "nemotron_h", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba",
         "zamba2",
-    )),
-    **_all(_GATED, ("beam", "hrm_text", "laguna")),
-    **_all(_PARTLY, (
+    ),
+    "it gates each dimension of the attention's output, so values cannot change their basis": (
+        "beam", "hrm_text", "laguna",
+    ),
+    "which of its layers rotate depends on two fields, and no row describes that": (
         "granite_swa", "granitemoe_swa",
-    )),
-    **_all(_DISTANCE, ("bloom", "mpt")),
-    **_all(_ALL_HEADS, (
+    ),
+    "its scores have a bias for each distance, and its class one key head per query head": ("bloom", "mpt"),
+    "its class has one key head per query head, and no row describes its attention": (
         "biogpt", "codegen", "cpmant", "ctrl", "gpt_neo", "gpt_neox_japanese", "modernbert-decoder",
         "openai-gpt", "persimmon", "xglm",
-    )),
-    **_all(_SHARED, (
+    ),
+    "its layers share keys and values, or differ in their widths": (
         "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "mimo_v2_flash",
-    )),
-    **_all(_ASSISTANT, ("gemma4_assistant", "gemma4_unified_assistant")),
-    **_all(_SELECTED, ("minimax_m3_vl_text",)),
-    **_all(_WHOLE, (
+    ),
+    "it is a draft model, which reads the keys and values of the model that it drafts for": (
+        "gemma4_assistant", "gemma4_unified_assistant",
+    ),
+    "it selects the tokens that it attends to by an index of its own": ("minimax_m3_vl_text",),
+    "it is a multimodal model": (
         "emu3", "fuyu", "git", "got_ocr2", "mllama", "moshi", "moss_transcribe_diarize", "phi4_multimodal",
-    )),
-    **_all(_TOWER, ("gemma3", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe")),
-    **_all(_UNDESCRIBED, (
+    ),
+    "it is a multimodal model, whose text tower is folded in its place": (
+        "gemma3", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe",
+    ),
+    "no row describes its attention": (
         "blt", "cohere_compass_text", "inkling2_text", "inkling_text", "lara_mini", "sarvam_moe", "zaya",
-    )),
-    **_all(_LOOPED, ("dory", "inkling2_loop_text")),
+    ),
+    "it runs some layers several times over, and may cache each pass": ("dory", "inkling2_loop_text"),
+}  # fmt: skip
+UNFOLDED = {kind: reason for reason, kinds in _BY_REASON.items() for kind in kinds} | {
     "bitnet": "its projections are ternary",
     "exaone": "its files name weights otherwise than its class does, and no row describes that",
     "dbrx": "its attention settings are in a config of their own, and its projections may be clamped",
@@ -96,10 +82,5 @@ CODE_ONLY: dict[str, str] = {
 
 
 def verdict(kind: str, folded: Iterable[str]) -> str:
-    """Return `supported`, or the reason why a model type is not folded.
-
-    Args:
-        kind: a model type.
-        folded: the model types that have a row.
-    """
+    """Return `supported`, or the reason why a model type is not folded."""
     return "supported" if kind in folded else UNFOLDED.get(kind, NOT_EXAMINED)

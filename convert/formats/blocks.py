@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.shards import TensorSpec
-from ..families.recognition import Block, Family
+from ..families.family import Block, Family
 from .container import Copy, unchanged
 
 CENTRED_EPSILON = 1e-5  # of OLMo's LayerNorm, which config.json does not say

@@ -12,9 +12,9 @@ from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import Geometry, GroupedTarget
+from ..families.family import Family
 from ..families.layers.layer_shapes import LayerShape, with_fewer_heads
 from ..families.packing import outputs, pack, shapes
-from ..families.recognition import Family
 from ..families.source import Source
 from .container import Container
 

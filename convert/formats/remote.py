@@ -21,7 +21,7 @@ from ..algebra.attention import Attention, IntactAttention, LatentAttention, Nor
 from ..algebra.forward import AnyAttention
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import Geometry, LatentTarget
-from ..families.recognition import Family
+from ..families.family import Family
 from ..families.source import Source
 from .container import Container
 

@@ -22,7 +22,8 @@ from ...core.untrusted import read_json
 from ...models.load_failures import loading_failures
 from ..families.config_fields import check_places
 from ..families.family import Family
-from ..families.recognition import FAMILIES, as_causal, attending, complete, is_multimodal
+from ..families.recognition import as_causal, attending, complete, is_multimodal
+from ..families.rows import FAMILIES
 from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
 from .quantised_tower import stored_names, tower_modelopt_file, tower_quantization

@@ -4,7 +4,8 @@ from typing import Any
 
 from ...checkpoints.quantised.packed_checkpoint import as_stored
 from ...core.errors import InvalidInput
-from ..families.recognition import FAMILIES, complete, configured, latent_obstacle, never_latent
+from ..families.recognition import complete, configured, latent_obstacle, never_latent
+from ..families.rows import FAMILIES
 from ..request import FoldRequest
 from .text_class import STOCK, decoder_place, holds_other_classes
 from .tower import Tower

@@ -34,7 +34,7 @@ from ...checkpoints.shards import ShardWriter, TensorSpec
 from ...core.files import whole_directory, write_json
 from ...core.hub import commit_of
 from ..families.layers.layer_shapes import with_fewer_heads
-from ..families.recognition import FAMILIES
+from ..families.rows import FAMILIES
 from ..request import FoldRequest
 from ..write.model_card import write_card
 from .quantised_tower import whole_modules

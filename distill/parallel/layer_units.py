@@ -47,7 +47,8 @@ class LayerUnits:
     def __init__(self, directory: Path, dtype: torch.dtype, *, opened: bool = False) -> None:
         checkpoint = open_checkpoint(directory)
         self.model = skeleton(checkpoint, dtype, opened=opened)
-        self.loaded = Loaded(directory, describe(directory, LoadOptions()).tokenizer, self.model)
+        tokenizer = describe(directory, LoadOptions()).tokenizer
+        self.loaded = Loaded(directory, tokenizer, self.model.config, self.model)
         self.saved_weights: Path | None = None
         self._source = LayeredModel(checkpoint, attention=None, dtype=dtype)
         self._opened = opened

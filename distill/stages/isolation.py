@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
 from ...core.errors import InvalidInput
-from ...models.caches import CACHE_NAMES
-from ...models.positions import has_other_layers
+from ...models.caches import CACHE_NAMES, has_other_layers
 
 _FIRST, _SECOND = 5, 6  # tokens of the two documents of the test
 

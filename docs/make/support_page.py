@@ -1,6 +1,6 @@
 """The page of what can be folded to what and run where, from the tables that the code obeys."""
 
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.support import Support, support
 from kvfold.engines.engine_table import NAMES, verdict
 from kvfold.engines.rules.engine_names import ENGINES

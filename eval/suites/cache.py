@@ -11,14 +11,8 @@ from torch import Tensor
 from ...checkpoints.cost_blocks import CacheAtLength, CacheBlock, ModelCache
 from ...checkpoints.directory import read_config
 from ...convert.families.layers.layer_shapes import own_geometry
-from ...convert.families.recognition import (
-    FAMILIES,
-    attending,
-    complete,
-    configured,
-    geometry_of,
-    is_multimodal,
-)
+from ...convert.families.recognition import attending, complete, configured, geometry_of, is_multimodal
+from ...convert.families.rows import FAMILIES
 from ...convert.towers.tower import text_config
 from ...core.console import notice
 from ...core.errors import InvalidInput

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...models.caches import cache_argument, cache_of
+from ...models.caches import cache_argument, cache_of, positions_behind
 from ...models.causal_lm import Loaded
 from ...models.finite import refuse
-from ...models.positions import positions_behind
 
 
 def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = None) -> tuple[Tensor, Any]:

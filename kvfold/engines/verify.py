@@ -187,7 +187,7 @@ def _run(
     """Run the checkpoint, and return the checks and their numbers."""
     from ..checkpoints.record import read_record, source_directory
     from ..models.code_files import clean_copy
-    from ..models.dequantised_copy import dequantised_copy
+    from ..models.dequantised import dequantised_copy
     from ..models.remote_code import is_remote
     from .rules.rule_types import open_written
 
@@ -261,7 +261,7 @@ def _cache(layers: list[list[float]], record: dict[str, Any] | None, written: Wr
     Intact latents keep positions where others keep values.
     """
     from ..convert.families.layers.layer_kinds import ATTENTION
-    from ..convert.families.recognition import FAMILIES
+    from ..convert.families.rows import FAMILIES
 
     counted = [keys if written.layout == "intact" else keys + values for keys, values in layers]
     mean = sum(counted) / len(counted)

@@ -1,14 +1,14 @@
-"""Caches of keys and values: the name by which transformers hands them on, and one filled in place."""
+"""Caches of keys and values: their name in transformers, one filled in place, and positions behind one."""
 
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .positions import has_other_layers
-
+_OTHERS = {"linear_attention", "conv"}  # kinds of layers that do not attend
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
 
@@ -62,13 +62,38 @@ def growing_cache(config: Any, length: int) -> DynamicCache | None:
 
     The classes of such models make caches of their own. Layers of other kinds, such as those with a sliding
     window, keep transformers' own.
-
-    Args:
-        config: of the model.
-        length: tokens of the text.
     """
     if has_other_layers(config):
         return None
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def has_other_layers(config: Any) -> bool:
+    """Return whether some layers of a model do not attend, by its configuration of transformers.
+
+    None, of a model without one, has none.
+    """
+    if config is None:
+        return False
+    return not _OTHERS.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or [])
+
+
+def positions_behind(model: Any, cache: Any, ids_BT: Tensor) -> dict[str, Tensor]:
+    """Return the argument that gives a model the positions of new tokens; empty where all layers attend.
+
+    Where only some do, some classes count positions from a layer that has no keys (MiniMax), or not at all
+    (Bamba), when they are called without positions.
+
+    Args:
+        model: a transformers causal language model.
+        cache: of the tokens before, none of them padding; None at the start.
+        ids_BT: the new tokens.
+    """
+    if cache is None or not has_other_layers(getattr(model, "config", None)):
+        return {}
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    seen = next((key.shape[-2] for key in keys if key is not None), 0)
+    place_T = torch.arange(seen, seen + ids_BT.shape[1], device=ids_BT.device)
+    return {"position_ids": place_T.expand_as(ids_BT)}

@@ -5,7 +5,6 @@ reported here, in one sentence.
 """
 
 import sys
-from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,27 +27,8 @@ from .remote_code import carries_own_code, check_form, code_refusal, is_remote, 
 _SAMPLE = 10_000  # characters on which two tokenizers must agree
 
 
-class _Configured(ABC):
-    """The limits that a configuration sets for a text."""
-
-    @property
-    def positions(self) -> int | None:
-        """The most tokens the model takes; None when its configuration sets no limit."""
-        return getattr(self._text_config, "max_position_embeddings", None)
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of logits per token, which may exceed the tokenizer's entries."""
-        return int(self._text_config.vocab_size)
-
-    @property
-    @abstractmethod
-    def _text_config(self) -> Any:
-        """The part of the configuration that concerns text."""
-
-
 @dataclass(frozen=True)
-class Described(_Configured):
+class Described:
     """A checkpoint without its weights.
 
     Attributes:
@@ -62,22 +42,24 @@ class Described(_Configured):
     config: Any
 
     @property
-    def _text_config(self) -> Any:
-        return self.config.get_text_config()
+    def positions(self) -> int | None:
+        """The most tokens the model takes; None when its configuration sets no limit."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of logits per token, which may exceed the tokenizer's entries."""
+        return int(self.config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True)
-class Loaded(_Configured):
+class Loaded(Described):
     """A checkpoint in memory, in eval mode.
 
     Attributes:
-        path: the directory it was read from.
-        tokenizer: its transformers tokenizer.
         model: its transformers model, which gives logits for `input_ids`.
     """
 
-    path: Path
-    tokenizer: Any
     model: Any
 
     @property
@@ -88,18 +70,9 @@ class Loaded(_Configured):
         places = [place for place in self.model.hf_device_map.values() if place != "disk"]
         return torch.device(places[0] if places else "cpu")
 
-    @property
-    def _text_config(self) -> Any:
-        return self.model.config.get_text_config()
-
 
 def load(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> Loaded:
     """Load tokenizer and weights of a local model directory, to the device and in the dtype of `options`.
-
-    Args:
-        directory: the model.
-        options: where it is put, and in what dtype.
-        multimodal: whether it may be a model that takes images, too.
 
     Raises:
         InvalidInput: the directory holds no model that can be loaded whole, or there is no such device.
@@ -125,7 +98,7 @@ def load(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> 
     ends = [module.weight for module in (head, embedding) if module is not None]
     if len(ends) == 2 and ends[0] is not ends[1] and not any(weight.is_meta for weight in ends):
         untie(model)  # accelerate ties by the configuration, which transformers has not followed here
-    return Loaded(directory, described.tokenizer, level(keep_bounds(model.eval())))
+    return Loaded(directory, described.tokenizer, model.config, level(keep_bounds(model.eval())))
 
 
 def describe(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> Described:
@@ -139,21 +112,25 @@ def describe(directory: Path, options: LoadOptions, *, multimodal: bool = False)
     Raises:
         InvalidInput: the directory holds no model.
     """
-    from transformers import AutoConfig
-
     own, trusted = _check_directory(directory, options)
     tokenizer = load_tokenizer(directory, trust_remote_code=trusted)
-    reader = _own_class().config_class if own else AutoConfig
-    with loading_failures(directory, "model"):
-        config = reader.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
-    config = without_quantisation(config)
+    config = _configuration(directory, own=own, trusted=trusted)
     if not trusted:
         _check_class(directory, config, multimodal=multimodal)
     return Described(directory, tokenizer, config)
 
 
+def _configuration(directory: Path, *, own: bool, trusted: bool = False) -> Any:
+    """Return the configuration of the unquantised model, read by kvfold's own class or by transformers."""
+    from transformers import AutoConfig
+
+    reader = _own_class().config_class if own else AutoConfig
+    with loading_failures(directory, "model"):
+        config = reader.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
+    return without_quantisation(config)
+
+
 def _check_class(directory: Path, config: Any, *, multimodal: bool = False) -> None:
-    """Check the weights of a checkpoint against the class of its configuration."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     other = multimodal_class(config)
@@ -237,22 +214,19 @@ def build_empty(directory: Path, attention: str | None, dtype: torch.dtype) -> A
     Raises:
         InvalidInput: transformers cannot build the model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from .fused_attention import keep_bounds, level
 
     options: dict[str, Any] = {"dtype": dtype}
     if attention is not None:
         options["attn_implementation"] = attention
+    own = carries_own_code(directory)
+    config = _configuration(directory, own=own)
+    _check_class(directory, config)
     with loading_failures(directory, "model"):
-        if carries_own_code(directory):
-            own = _own_class()
-            config = without_quantisation(own.config_class.from_pretrained(directory))
-            _check_class(directory, config)
-            return own._from_config(config, **options)
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        config = without_quantisation(config)
-        _check_class(directory, config)
+        if own:
+            return _own_class()._from_config(config, **options)
         made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         return level(keep_bounds(with_base(made)))
 
@@ -363,7 +337,7 @@ def _check_directory(directory: Path, options: LoadOptions) -> tuple[bool, bool]
     return own, options.trust_remote_code and not own
 
 
-def check_comparable(ours: Loaded | Described, theirs: Loaded | Described, text: str) -> None:
+def check_comparable(ours: Described, theirs: Described, text: str) -> None:
     """Check that two models read `text` as the same token ids, so that their probabilities can be compared.
 
     Raises:
@@ -383,7 +357,7 @@ def check_comparable(ours: Loaded | Described, theirs: Loaded | Described, text:
         )
 
 
-def _reading(loaded: Loaded | Described, sample: str) -> tuple[dict[str, int], int | None, list[int]]:
+def _reading(loaded: Described, sample: str) -> tuple[dict[str, int], int | None, list[int]]:
     """Return how a tokenizer reads a sample: its vocabulary, its BOS and the token ids."""
     tokenizer = loaded.tokenizer
     ids = tokenizer(sample, add_special_tokens=False, verbose=False).input_ids

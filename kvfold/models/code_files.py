@@ -24,9 +24,6 @@ _GENERATE = "custom_generate"  # the directory whose generate.py transformers ru
 def foreign_code(directory: Path) -> str:
     """Find code in a checkpoint, or a name of code, that is not this kvfold's; nothing of it is run.
 
-    Args:
-        directory: the checkpoint.
-
     Returns:
         A clause that says what was found; empty where all code is this kvfold's.
     """

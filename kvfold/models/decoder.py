@@ -106,7 +106,9 @@ class CallRecorder:
                 entered.append(hidden_states)
                 calls.append(LayerCall(arguments, named))
                 if not self._is_known:
-                    self._learn(real(hidden_states, *arguments, **named))
+                    output = real(hidden_states, *arguments, **named)
+                    self._is_known = True
+                    self._rest = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
                 if len(calls) == len(layers):
                     raise _Stopped
                 return self._as_output(hidden_states)
@@ -129,22 +131,12 @@ class CallRecorder:
         with _replaced(layers, [call] * len(layers)):
             yield
 
-    def _learn(self, output: Any) -> None:
-        self._is_known = True
-        if isinstance(output, tuple):
-            self._rest = (None,) * (len(output) - 1)
-
     def _as_output(self, hidden_BSD: Tensor) -> Any:
-        """Return hidden states in the form of a layer's output."""
         return hidden_BSD if self._rest is None else (hidden_BSD, *self._rest)
 
 
 def _check_apart(model: Any, *, has_ids: bool) -> None:
     """Refuse to run layers one by one that read another layer's cache, or embeddings that are not there.
-
-    Args:
-        model: a transformers causal language model.
-        has_ids: whether it is run on token ids.
 
     Raises:
         InvalidInput: its layers do.
@@ -219,11 +211,7 @@ class Decoder:
 
     @torch.no_grad()
     def embedded(self, **inputs: Tensor) -> Tensor:
-        """Return the hidden states that enter the first layer (B, S, D), which does not run.
-
-        Args:
-            **inputs: of the model without its head.
-        """
+        """Return the hidden states that enter the first layer (B, S, D), which does not run."""
         entered: list[Tensor] = []
 
         def stop(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -236,11 +224,6 @@ class Decoder:
 
     def attend(self, number: int, call: LayerCall, hidden_BSD: Tensor) -> Tensor:
         """Run a layer's attention alone.
-
-        Args:
-            number: the layer.
-            call: how the model calls that layer.
-            hidden_BSD: the input of the attention, which the norm before it would give.
 
         Returns:
             The output of the attention after its output projection (B, S, D); differentiable.
@@ -306,7 +289,6 @@ def _outermost_attention(layer: nn.Module) -> list[str]:
 
 @contextmanager
 def _replaced(modules: Sequence[Any], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Give modules another `forward` for the duration."""
     own = [module.__dict__.get("forward") for module in modules]  # of compiled and hooked modules
     for module, forward in zip(modules, forwards, strict=True):
         module.forward = forward

@@ -5,7 +5,6 @@ joins and compares them as in a real load. No weight is read.
 """
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ class RotaryTable:
     factor: float
 
 
-_EXPERT = re.compile(r"(.+\.experts\.)(\d{1,6})\.(.+)")
 _TABLES = 2**32  # bytes; 131,072 positions of GPT-J's largest model take 1 GB
 _loadable: dict[Path, list[tuple[Path, int, int]]] = {}  # what was checked, by directory
 _checked: dict[Path, tuple[Any, dict[str, RotaryTable]]] = {}  # rotary tables by directory, with its identity
@@ -47,10 +45,6 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
 
     A second call for the same files costs nothing.
 
-    Args:
-        checkpoint: of a class that transformers has.
-        layers: the name of the list of decoder layers, such as `model.layers`.
-
     Returns:
         The class's rotary frequencies by kind of layer, under an empty name where all layers are alike;
         nothing for a class that keeps none.
@@ -59,15 +53,23 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         InvalidInput: transformers refuses the configuration, a weight is missing or has another shape, or a
             layer has one that the class ignores. A notice names ignored weights elsewhere.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     _check_generation(checkpoint.directory)  # the identity is of the weights and config.json
     identity = checkpoint.identity()
     known = _checked.get(checkpoint.directory)
     if known is not None and known[0] == identity:
         return known[1]
     directory = checkpoint.directory
-    _check_experts(directory, {name: checkpoint.spec(name).shape for name in checkpoint})
+    config = _stock_config(directory)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidInput(f"{directory} is no causal language model of transformers; name one")
     with loading_failures(directory, "model"), no_progress_bars(), no_warnings():
-        model, found = _load_shapes(checkpoint)
+        specs = {name: checkpoint.spec(name) for name in checkpoint}
+        tensors = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
+        }
+        model, found = _load_on_meta(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, directory, tensors)
         tables = _rotary_tables(model)
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise InvalidInput(
@@ -76,8 +78,10 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         )
     for name in sorted(found["missing_keys"]):
         raise checkpoint.absence(name, f"a {type(model).__name__}")
-    inside, outside = _ignored(found["unexpected_keys"], layers)
-    for name in inside:
+    place = re.compile(rf"(^|\.){re.escape(layers.rpartition('.')[2])}\.\d+\.")
+    ignored = sorted(found["unexpected_keys"])
+    outside = [name for name in ignored if not place.search(name)]
+    for name in filter(place.search, ignored):
         raise InvalidInput(
             f"{directory} has {printable(name)}, which a {type(model).__name__} with this config.json "
             "ignores; correct config.json, or remove the weight"
@@ -91,73 +95,26 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
     return tables
 
 
-def _check_experts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that the experts of a layer are alike, whose weights transformers stacks.
+def _stock_config(directory: Path) -> Any:
+    from transformers import AutoConfig
 
-    It does not say which one it misses.
-
-    Raises:
-        InvalidInput: an expert lacks a weight that another one has, or has it in another shape.
-    """
-    found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        parts = _EXPERT.fullmatch(name)
-        if parts is not None:
-            found.setdefault((parts[1], parts[3]), {})[int(parts[2])] = shape
-    count = 1 + max((number for experts in found.values() for number in experts), default=-1)
-    for (layer, weight), experts in sorted(found.items()):
-        first = experts[min(experts)]
-        for number in range(count):
-            name = printable(f"{layer}{number}.{weight}")
-            if number not in experts:
-                raise InvalidInput(
-                    f"{directory} has no {name}, which other experts have; download or save it again"
-                )
-            if experts[number] != first:
-                raise InvalidInput(
-                    f"{name} of {directory} has shape {experts[number]}, but another expert's has {first}; "
-                    "download or save it again"
-                )
-
-
-def _load_shapes(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
-    """Load a checkpoint onto the meta device; return the model and transformers' report."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    config = without_quantisation(
-        AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
-    )
-    check_names(checkpoint.directory, config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidInput(f"{checkpoint.directory} is no causal language model of transformers; name one")
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    specs = {name: checkpoint.spec(name) for name in checkpoint}
-    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-    return _load_on_meta(kind, config, checkpoint.directory, tensors)
-
-
-def _check_layers(config: Any, directory: Path) -> None:
-    """Refuse layers that a class loads and cannot run: a window without a width, too few experts."""
-    text = config.get_text_config()
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts > 0:
-        raise InvalidInput(
-            f"config.json of {directory} has num_experts_per_tok {chosen} and {experts} experts; correct one"
-        )
-    kinds = getattr(text, "layer_types", None) or ()
-    if "sliding_attention" in kinds and getattr(text, "sliding_window", None) is None:
-        raise InvalidInput(
-            f"config.json of {directory} has layers of the kind sliding_attention and no sliding_window; "
-            "give its number of tokens, or correct layer_types"
+    with loading_failures(directory, "model"), no_warnings():
+        return without_quantisation(
+            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         )
 
 
 def _load_on_meta(
     kind: Any, config: Any, directory: Path, tensors: dict[str, Tensor]
 ) -> tuple[Any, dict[str, Any]]:
-    _check_layers(config, directory)
-    check_tables(kind, config, directory, sum(tensor.nbytes for tensor in tensors.values()))
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ()
+    if "sliding_attention" in kinds and getattr(text, "sliding_window", None) is None:
+        raise InvalidInput(
+            f"config.json of {directory} has layers of the kind sliding_attention and no sliding_window; "
+            "give its number of tokens, or correct layer_types"
+        )
+    _check_tables(kind, config, directory, sum(tensor.nbytes for tensor in tensors.values()))
     model, found = kind.from_pretrained(
         None,
         config=config,
@@ -190,7 +147,6 @@ def check_loadable(directory: Path, config: Any, kind: Any) -> None:
     if _loadable.get(directory) == state:
         return
     with loading_failures(directory, "model"), no_progress_bars(), no_warnings():
-        check_names(directory, config)
         if is_quantised(directory):
             checkpoint = open_checkpoint(directory)
             shapes = {name: checkpoint.spec(name).shape for name in checkpoint}
@@ -214,12 +170,7 @@ def check_multimodal(directory: Path) -> None:
     Raises:
         InvalidInput: transformers refuses the configuration, or a weight is missing or misshapen.
     """
-    from transformers import AutoConfig
-
-    with loading_failures(directory, "model"), no_warnings():
-        config = without_quantisation(
-            AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        )
+    config = _stock_config(directory)
     kind = multimodal_class(config)
     if kind is not None:
         check_loadable(directory, config, kind)
@@ -227,9 +178,6 @@ def check_multimodal(directory: Path) -> None:
 
 def multimodal_class(config: Any) -> Any | None:
     """Return the class that writes text from images or other inputs, for a configuration of transformers.
-
-    Args:
-        config: of transformers.
 
     Returns:
         The class; None where transformers has none.
@@ -266,14 +214,8 @@ def check_found(directory: Path, found: dict[str, Any]) -> None:
         )
 
 
-def check_tables(kind: Any, config: Any, directory: Path, stored: int) -> None:
+def _check_tables(kind: Any, config: Any, directory: Path, stored: int) -> None:
     """Check that the tables that a class computes from a configuration, such as sinusoids, are not huge.
-
-    Args:
-        kind: the model's class.
-        config: of transformers.
-        directory: the checkpoint.
-        stored: bytes of its weights.
 
     Raises:
         InvalidInput: they take more than `_TABLES` bytes, and more than the weights.
@@ -305,23 +247,6 @@ def _check_rotary(model: Any, config: Any) -> None:
                     made(torch.zeros(1, 2, 1), torch.tensor([positions]), *([kind] if kind else []))
 
 
-def check_names(directory: Path, config: Any) -> None:
-    """Check that no field of config.json takes the place of a method of its class.
-
-    transformers sets every field as an attribute.
-
-    Raises:
-        InvalidInput: names the first such field.
-    """
-    for part in (config, config.get_text_config() if callable(config.get_text_config) else config):
-        for name in vars(part):
-            if callable(getattr(type(part), name, None)):
-                raise InvalidInput(
-                    f"config.json of {printable(directory)} has {printable(name)}, which is the name of a "
-                    f"method of {type(part).__name__}; remove the field"
-                )
-
-
 def _rotary_tables(model: Any) -> dict[str, RotaryTable]:
     """Return the rotary frequencies of a model on the meta device, computed anew."""
     tables: dict[str, RotaryTable] = {}
@@ -344,11 +269,3 @@ def _check_generation(directory: Path) -> None:
         read_json(file)
         with loading_failures(directory, "generation_config.json"), no_warnings():
             GenerationConfig.from_pretrained(directory, local_files_only=True)
-
-
-def _ignored(names: Iterable[str], layers: str) -> tuple[list[str], list[str]]:
-    """Return a checkpoint's unexpected weights: those in a decoder layer, and the others, each sorted."""
-    place = re.compile(rf"(^|\.){re.escape(layers.rpartition('.')[2])}\.\d+\.")
-    ignored = sorted(names)
-    inside = [name for name in ignored if place.search(name)]
-    return inside, [name for name in ignored if not place.search(name)]

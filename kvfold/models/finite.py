@@ -1,5 +1,6 @@
 """Search for the first module of a model whose output holds an infinity or NaN."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,26 +10,21 @@ from ..core.errors import InvalidInput
 from .causal_lm import Loaded
 
 
-def refuse(role: str, loaded: Loaded, ids_1W: Tensor, window: int) -> InvalidInput:
-    """Return the error for a model whose logits are not finite in a window of ids (1, W)."""
-    module = first_broken(loaded, ids_1W)
-    blame = "" if module is None else f"; the first output that is not finite is that of {module}"
-    return InvalidInput(
-        f"the {role}, {loaded.path}, gives logits that are not finite in window {window}{blame}"
-    )
-
-
 @torch.no_grad()
-def first_broken(loaded: Loaded, ids_1W: Tensor) -> str | None:
-    """Return the name of the innermost module whose output is the first that is not finite.
+def refuse(role: str, loaded: Loaded, ids_1W: Tensor, window: int) -> InvalidInput:
+    """Return the error for a model whose logits are not finite in a window of ids (1, W).
 
-    For example `model.layers.3.mlp.down_proj`; None where all outputs are finite.
+    It names the innermost module whose output is the first that is not finite, such as
+    `model.layers.3.mlp.down_proj`.
     """
     found: list[str] = []
 
     def look(name: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            tensor = next((value for value in _values(output) if isinstance(value, Tensor)), None)
+            if isinstance(output, Mapping):
+                output = tuple(output.values())
+            values = output if isinstance(output, tuple | list) else (output,)
+            tensor = next((value for value in values if isinstance(value, Tensor)), None)
             if not found and tensor is not None and not bool(tensor.isfinite().all()):
                 found.append(name)
 
@@ -42,12 +38,7 @@ def first_broken(loaded: Loaded, ids_1W: Tensor) -> str | None:
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
-
-
-def _values(output: Any) -> tuple[Any, ...]:
-    if isinstance(output, Tensor):
-        return (output,)
-    if hasattr(output, "values"):
-        return tuple(output.values())
-    return tuple(output) if isinstance(output, tuple | list) else ()
+    blame = f"; the first output that is not finite is that of {found[0]}" if found else ""
+    return InvalidInput(
+        f"the {role}, {loaded.path}, gives logits that are not finite in window {window}{blame}"
+    )

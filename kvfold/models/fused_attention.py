@@ -42,9 +42,6 @@ def keep_bounds(model: Model) -> Model:
     `sdpa` leaves the bound out: transformers up to 5.19 chooses it for Gemma 2 without a warning, and later
     releases do not choose it. kvfold's own classes bound their scores by themselves.
 
-    Args:
-        model: a causal language model of transformers; changed in place.
-
     Returns:
         The model.
     """

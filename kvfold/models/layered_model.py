@@ -158,7 +158,7 @@ class LayeredModel:
 
         def load(number: int) -> Any:
             def hook(*_: Any) -> None:
-                if not _is_loaded(self.blocks[number]):
+                if any(parameter.is_meta for parameter in self.blocks[number].parameters()):
                     self.load(number)
 
             return hook
@@ -213,9 +213,7 @@ class LayeredModel:
         return None
 
     def _load(self, names: list[str]) -> None:
-        """Read tensors of the checkpoint into the model."""
-        with loading_failures(self._checkpoint.directory, "model"):
-            self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, self.device)
+        self._convert({name: self._checkpoint.read(name, self._dtype) for name in names}, self.device)
 
     def _convert(self, tensors: dict[str, torch.Tensor], place: torch.device | str) -> Any:
         """Put tensors where transformers would, renamed and joined as it does; return its report."""
@@ -248,10 +246,6 @@ def _under(name: str, modules: set[str]) -> bool:
     """
     path = name.rpartition(".")[0]
     return any(path == module or module.endswith(f".{path}") for module in modules)
-
-
-def _is_loaded(block: Any) -> bool:
-    return not any(parameter.is_meta for parameter in block.parameters())
 
 
 def _to_meta(modules: list[Any]) -> None:

@@ -30,11 +30,7 @@ class _Printable(logging.Filter):
     """A filter that makes messages printable, in which transformers quotes names and values of files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        try:
-            text = record.getMessage()
-        except Exception:  # other arguments than the text takes, which logging reports and no more
-            text = str(record.msg)
-        lines = _STYLE.sub("", text).splitlines()
+        lines = _STYLE.sub("", record.getMessage()).splitlines()
         record.msg, record.args = "\n".join(bounded(printable(line)) for line in lines), None
         return True
 
@@ -54,10 +50,6 @@ def loading_failures(directory: Path, part: str) -> Iterator[None]:
     """Turn a failure of transformers to read a directory into a sentence.
 
     What transformers logs meanwhile is made printable, since it quotes names and values of the files.
-
-    Args:
-        directory: the checkpoint.
-        part: the part that is read, such as `model` or `tokenizer`.
 
     Raises:
         InvalidInput: names the directory, the exception and its reason.

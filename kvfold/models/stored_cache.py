@@ -130,7 +130,8 @@ class StoredCache:
             second: values (B, K, T, H), rotary keys (B, 1, T, R), or digits of positions.
         """
         first_scale, second_scale = self._scales.get(number, (1.0, 1.0))
-        if _rebuilds_keys(module):
+        # kvfold's intact form caches a latent and rebuilds keys from it.
+        if any(kind.__name__ == "KvfoldIntactAttention" for kind in type(module).__mro__):
             rows = [first]
             read = self._rounded(first, first_scale), second
         elif getattr(module, "kv_lora_rank", None):
@@ -153,14 +154,8 @@ class _Reading:
 
     Everything other than `update` is the caller's cache's.
 
-    Args:
-        inner: the caller's cache; None where it keeps none.
-        stored: rounds.
-        number: of the layer.
-        module: its attention.
-
     Attributes:
-        inner: as above.
+        inner: the caller's cache; None where it keeps none.
         is_written: true once the attention has written to it.
     """
 
@@ -183,8 +178,3 @@ class _Reading:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-def _rebuilds_keys(module: Any) -> bool:
-    """Return whether attention is kvfold's intact form, which caches a latent alone."""
-    return any(kind.__name__ == "KvfoldIntactAttention" for kind in type(module).__mro__)

@@ -80,10 +80,6 @@ def parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 def check_place(directory: Path, option: str) -> None:
     """Refuse a directory that holds something else than a cache; what a killed run has left is allowed.
 
-    Args:
-        directory: of a cache, which need not exist yet.
-        option: the name of the setting that asks for it, for the error.
-
     Raises:
         InvalidInput: it holds something else.
     """
@@ -99,10 +95,8 @@ def check_place(directory: Path, option: str) -> None:
 class TeacherCache:
     """A directory of hidden states, which need not exist yet.
 
-    Args:
-        directory: the directory.
-        option: the name of the setting that asks for it, for errors.
-        identity: from `identify`, and whatever else must agree, such as `device`.
+    `option` is the name of the setting that asks for it; `identity` is from `identify`, with whatever else
+    must agree, such as the device.
 
     Raises:
         InvalidInput: the directory holds something else, or states of another teacher or precision.
@@ -129,20 +123,13 @@ class TeacherCache:
         manifest = self._read_manifest()
         if manifest is None or not (self.directory / _HEAD).is_file():
             return
-        if not {"scale", "soft_cap"} <= manifest.keys():
-            raise InvalidInput(f"{self._name}: its {_MANIFEST} is damaged; remove the directory")
         self._form = HeadForm(manifest["scale"], manifest["soft_cap"])
         for path in sorted(self.directory.glob("hidden-*.safetensors")):
-            if path in self._files:
-                continue
-            self._files[path], keys = self._open(path)
-            for row, key in enumerate(keys):
-                self._places.setdefault(bytes(key.tolist()), (path, row))
+            if path not in self._files:
+                self._open(path)
 
-    def _open(self, path: Path) -> tuple[Any, Tensor]:
-        """Return the hidden states of a file, which are read in part when they are used, and its keys."""
-        if not path.is_file():
-            raise InvalidInput(f"{self._name}: {path.name} is not a regular file; remove it")
+    def _open(self, path: Path) -> None:
+        """Note the windows of a file; their hidden states are read when they are used."""
         try:
             file = safe_open(path, framework="pt")
             states = file.get_slice("hidden")  # type: ignore[no-untyped-call]
@@ -153,13 +140,14 @@ class TeacherCache:
             reason = printable(" ".join(str(error).split()))[:200]
             raise InvalidInput(f"{self._name}: {path.name} is damaged ({reason}); remove it") from None
         shape = states.get_shape()
-        is_right = len(shape) == 3 and shape[0] == len(keys) and shape[2] > 0
-        if not is_right or keys.dtype != torch.uint8 or keys.shape[1:] != (_KEY,):
+        if len(shape) != 3 or keys.shape != (shape[0], _KEY) or keys.dtype != torch.uint8:
             raise InvalidInput(
                 f"{self._name}: {path.name} is damaged (its tensors have not the shapes of hidden states and "
                 "keys); remove it"
             )
-        return states, keys
+        self._files[path] = states
+        for row, key in enumerate(keys):
+            self._places.setdefault(bytes(key.tolist()), (path, row))
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys of windows that are not stored, each once, in order."""
@@ -167,10 +155,6 @@ class TeacherCache:
 
     def begin(self, model: Any, device: str) -> None:
         """Make the directory ready for hidden states of a model; nothing happens where it is.
-
-        Args:
-            model: the teacher, whose head is stored.
-            device: type of device that it runs on, for the record.
 
         Raises:
             InvalidInput: the directory cannot be written, or another run has used it for something else.
@@ -203,10 +187,6 @@ class TeacherCache:
 
     def check_space(self, needed: int, remedy: str) -> None:
         """Compare the space that new states take with the free space of the disk.
-
-        Args:
-            needed: bytes.
-            remedy: how to need fewer, as the end of a sentence.
 
         Raises:
             InvalidInput: the disk is too small.
@@ -254,21 +234,11 @@ class TeacherCache:
     def head(self, device: torch.device) -> tuple[Tensor, Tensor | None, HeadForm]:
         """Return the head's weight (V, D) and bias (V,) on a device, and the form of the logits."""
         if not self._head:
-            tensors = self._read_head()
+            tensors = load_whole(self.directory / _HEAD)
+            if tensors is None or "weight" not in tensors or not all(map(is_finite, tensors.values())):
+                raise InvalidInput(f"{self._name}: {_HEAD} is damaged; name another directory")
             self._head = {name: tensor.to(device) for name, tensor in tensors.items()}
         return self._head["weight"], self._head.get("bias"), self._form
-
-    def _read_head(self) -> dict[str, Tensor]:
-        tensors = load_whole(self.directory / _HEAD)
-        if tensors is None:
-            raise InvalidInput(f"{self._name}: {_HEAD} is damaged; name another directory")
-        weight, bias = tensors.get("weight"), tensors.get("bias")
-        is_right = weight is not None and weight.ndim == 2 and weight.is_floating_point()
-        if weight is not None and bias is not None:
-            is_right = is_right and bias.shape == weight.shape[:1]
-        if not is_right or not all(map(is_finite, tensors.values())):
-            raise InvalidInput(f"{self._name}: {_HEAD} holds no output embedding; name another directory")
-        return tensors
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the teacher's logits (C, V) of hidden states, on their device and in the teacher's dtype."""
@@ -285,10 +255,6 @@ class TeacherCache:
             manifest: dict[str, Any] = read_json(file)
         except InvalidInput:
             raise InvalidInput(f"{self._name} is no cache of a teacher; name another directory") from None
-        if "kvfold_teacher_cache" in manifest:
-            raise InvalidInput(
-                f"{self._name} was made by an earlier version of kvfold; name another directory"
-            )
         for key, wanted in self._identity.items():
             found = manifest.get(key)
             if found != wanted:
@@ -296,8 +262,7 @@ class TeacherCache:
                 raise InvalidInput(
                     f"{self._name} was made with another {key}{values}; name another directory"
                 )
-        numbers = (manifest.get("scale"), manifest.get("soft_cap", 0))
-        if type(numbers[0]) not in {int, float} or type(numbers[1]) not in {int, float, type(None)}:
+        if not {"scale", "soft_cap"} <= manifest.keys():
             raise InvalidInput(f"{self._name} has a damaged {_MANIFEST}; name another directory")
         return manifest
 
@@ -319,7 +284,6 @@ class TeacherCache:
 
 
 def _checksum(state_SD: Tensor) -> int:
-    """Return the CRC-32 of the hidden states of a window."""
     return zlib.crc32(state_SD.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -140,9 +140,9 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
         "model_type 'lama' is unknown; did you mean 'llama'? Otherwise see `kvfold families`",
     ),
     (config_with(model_type=None), MLA, "config.json has no model_type; see `kvfold families`"),
-    (config_with(model_type="bert"), MLA, "is an encoder model"),
-    (config_with(model_type="kvfold"), MLA, "already has latent attention"),
-    (config_with(model_type="deepseek_v3"), MLA, "already has latent attention"),
+    (config_with(model_type="bert"), MLA, "it is an encoder, which reads a whole text"),
+    (config_with(model_type="kvfold"), MLA, "its attention is latent already"),
+    (config_with(model_type="deepseek_v3"), MLA, "its attention is latent already"),
     (
         config_with(quantization_config={"quant_method": "gptq"}),
         MLA,

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 import kvfold
 from docs.make import api_page, commands_page, keys_page, runs_page, support_page
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.request import FoldRequest
 from kvfold.distill.recipe.recipe_file import SECTIONS
 from kvfold.engines.rules.engine_rules import RULES

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from kvfold.cli import main
 from kvfold.convert.decide.engine_choice import unfit
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.request import fold_request
 from kvfold.convert.settle.settle import make_plan
 from kvfold.engines.engine_table import engine_table, markdown, runs_table, verdict

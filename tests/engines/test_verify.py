@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import kvfold
 from kvfold.cli import main
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.formats.stock import Stock
 from kvfold.engines.rules.engine_names import ENGINES
 from kvfold.engines.rules.engine_rules import RULES, lint

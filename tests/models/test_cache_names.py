@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import kvfold
-from kvfold.convert.cli import main
 from kvfold.core.cache_dtypes import cache_dtype
 from kvfold.models.caches import CACHE_NAMES, cache_argument, cache_of
 from kvfold.models.causal_lm import LoadOptions, load
 from kvfold.models.decoder import Decoder
 from kvfold.models.stored_cache import StoredCache
 
+from ..support.folds import fold_latent
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
 
@@ -50,10 +49,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     place = tmp_path_factory.mktemp("model")
     source = make(place / "source")
     save_tokenizer(source)
-    fold = [str(source), "--to", "mla", "--kv-budget", "50%", "--calibration", "none"]
-    done = CliRunner().invoke(main, [*fold, *FORMS[request.param], "--out", str(place / "out")])
-    assert done.exit_code == 0, done.output
-    loaded = load(place / "out", LoadOptions(device="cpu")).model
+    out = fold_latent(source, "--kv-budget", "50%", *FORMS[request.param])
+    loaded = load(out, LoadOptions(device="cpu")).model
     return kvfold.absorb(loaded) if request.param == "absorbed" else loaded
 
 

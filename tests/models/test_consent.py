@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,36 +26,56 @@ from kvfold.models.code_files import clean_copy, foreign_code
 from kvfold.models.load_options import LoadOptions
 from kvfold.models.remote_code import EARLIER, carries_own_code
 
+from ..support.folds import WEIGHTS, convert
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
 
+FIRST = "361df92"  # the last commit of 0.1.0
 SIZES = {"num_key_value_heads": 4, "vocab_size": 258}
+FIRST = "361df92"  # the last commit of 0.1.0
 ROOT = Path(__file__).parents[2]
 TEXT = "A cache of keys and values grows with every token. " * 40
+PASSED_ON = "from .modeling_kvfold import *\n"
+# name -> foreign code by the file that it stands in, the JSON file that names it, and how
+TRICKS: dict[str, tuple[dict[str, str], str, dict[str, object]]] = {
+    "mapped": (
+        {"evil.py": "from .configuration_kvfold import *\n" + PASSED_ON}, "config.json",
+        {"auto_map": {role: f"evil.{name.rpartition('.')[2]}" for role, name in AUTO_MAP.items()}},
+    ),
+    "mapped in part": ({"evil.py": PASSED_ON}, "config.json",
+                       {"auto_map": {**AUTO_MAP, "AutoModelForCausalLM": "evil.KvfoldForCausalLM"}}),
+    "mapped besides": ({"evil.py": PASSED_ON}, "config.json",
+                       {"auto_map": {**AUTO_MAP, "AutoTokenizer": ["evil.Slow", "evil.Fast"]}}),
+    "mapped as a list": ({"evil.py": PASSED_ON}, "config.json", {"auto_map": ["evil.KvfoldForCausalLM"]}),
+    "mapped elsewhere": ({}, "config.json",
+                         {"auto_map": {role: f"someone/evil--{name}" for role, name in AUTO_MAP.items()}}),
+    "nested": ({"evil.py": PASSED_ON}, "config.json",
+               {"inner_config": {"auto_map": {"AutoConfig": "evil.KvfoldConfig"}}}),
+    "pipelines": ({"evil.py": PASSED_ON}, "config.json",
+                  {"custom_pipelines": {"text-generation": {"impl": "evil.Pipeline"}}}),
+    "tokenizer": (
+        {"evil.py": "from transformers import PreTrainedTokenizerFast as Evil\n"}, "tokenizer_config.json",
+        {"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}, "tokenizer_class": "Evil"},
+    ),
+    "processor": ({"evil.py": PASSED_ON}, "processor_config.json",
+                  {"auto_map": {"AutoProcessor": "evil.Evil"}}),
+    "generate": ({"custom_generate/generate.py": "def generate(model, **_):\n    pass\n"}, "config.json", {}),
+    "adjacent": ({"evil.py": PASSED_ON}, "config.json", {}),
+    "package": ({"__init__.py": PASSED_ON}, "config.json", {}),
+    "altered": ({"configuration_kvfold.py": (HERE / "configuration_kvfold.py").read_text()}, "config.json", {}),
+    "linked": ({"modeling_kvfold.py": (HERE / "modeling_kvfold.py").read_text()}, "config.json", {}),
+}  # fmt: skip
+CHANGED = ("altered", "linked")  # of kvfold's own files
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source with a tokenizer, and an output of each kind."""
     place = tmp_path_factory.mktemp("made")
-    source = make(place / "source", "llama", **SIZES)
-    save_tokenizer(source)
-    for name, options in (
-        ("remote", ("--to", "mla", "--container", "remote")),
-        ("stock", ("--to", "mla", "--container", "stock")),
-    ):
-        words = [
-            "convert",
-            str(source),
-            *options,
-            "--kv-budget",
-            "50%",
-            "--calibration",
-            "none",
-            "--out",
-            str(place / name),
-        ]
-        done = CliRunner().invoke(main, words)
+    save_tokenizer(make(place / "source", "llama", **SIZES))
+    for name in ("remote", "stock"):
+        options = ("--to", "mla", "--container", name, "--kv-budget", "50%", *WEIGHTS)
+        done = convert(place / "source", *options, out=place / name)
         assert done.exit_code == 0, done.output
     return place
 
@@ -77,106 +96,25 @@ def edit(directory: Path, name: str, **changes: object) -> None:
     path.write_text(json.dumps(content | changes))
 
 
-def add(directory: Path, name: str, sung: Path, more: str = "from .modeling_kvfold import *\n") -> None:
-    (directory / name).parent.mkdir(exist_ok=True)
-    (directory / name).write_text(canary(sung) + more)
-
-
-def mapped(directory: Path, sung: Path) -> None:
-    """The issue's: another module, which passes on kvfold's classes."""
-    add(directory, "evil.py", sung, "from .configuration_kvfold import *\nfrom .modeling_kvfold import *\n")
-    edit(
-        directory,
-        "config.json",
-        auto_map={role: f"evil.{name.rpartition('.')[2]}" for role, name in AUTO_MAP.items()},
-    )
-
-
-def mapped_in_part(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-    edit(directory, "config.json", auto_map={**AUTO_MAP, "AutoModelForCausalLM": "evil.KvfoldForCausalLM"})
-
-
-def mapped_besides(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-    edit(directory, "config.json", auto_map={**AUTO_MAP, "AutoTokenizer": ["evil.Slow", "evil.Fast"]})
-
-
-def mapped_as_a_list(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-    edit(directory, "config.json", auto_map=["evil.KvfoldForCausalLM"])
-
-
-def mapped_elsewhere(directory: Path, sung: Path) -> None:
-    edit(
-        directory, "config.json", auto_map={role: f"someone/evil--{name}" for role, name in AUTO_MAP.items()}
-    )
-
-
-def nested(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-    edit(directory, "config.json", inner_config={"auto_map": {"AutoConfig": "evil.KvfoldConfig"}})
-
-
-def pipelines(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-    edit(directory, "config.json", custom_pipelines={"text-generation": {"impl": "evil.Pipeline"}})
-
-
-def tokenizer(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung, "from transformers import PreTrainedTokenizerFast as Evil\n")
-    edit(
-        directory,
-        "tokenizer_config.json",
-        auto_map={"AutoTokenizer": [None, "evil.Evil"]},
-        tokenizer_class="Evil",
-    )
-
-
-def processor(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-    edit(directory, "processor_config.json", auto_map={"AutoProcessor": "evil.Evil"})
-
-
-def generate(directory: Path, sung: Path) -> None:
-    add(directory, "custom_generate/generate.py", sung, "def generate(model, **_):\n    pass\n")
-
-
-def adjacent(directory: Path, sung: Path) -> None:
-    add(directory, "evil.py", sung)
-
-
-def package(directory: Path, sung: Path) -> None:
-    add(directory, "__init__.py", sung)
-
-
-def altered(directory: Path, sung: Path) -> None:
-    path = directory / "configuration_kvfold.py"
-    path.write_text(path.read_text() + canary(sung))
-
-
-def linked(directory: Path, sung: Path) -> None:
-    (directory / "modeling_kvfold.py").rename(directory.parent / "elsewhere.py")
-    (directory.parent / "elsewhere.py").write_text(canary(sung) + (HERE / "modeling_kvfold.py").read_text())
-    os.symlink(directory.parent / "elsewhere.py", directory / "modeling_kvfold.py")
-
-
-TRICKS: tuple[Callable[[Path, Path], None], ...] = (
-    mapped, mapped_in_part, mapped_besides, mapped_as_a_list, mapped_elsewhere, nested, pipelines, tokenizer,
-    processor,
-    generate, adjacent, package, altered, linked,
-)  # fmt: skip
+def play(trick: str, directory: Path, sung: Path) -> None:
+    codes, file, changes = TRICKS[trick]
+    for name, code in codes.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(canary(sung) + code)
+        if trick == "linked":
+            elsewhere = (directory / name).rename(directory.parent / "elsewhere.py")
+            (directory / name).symlink_to(elsewhere)
+    if changes:
+        edit(directory, file, **changes)
 
 
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize("kind", ["remote", "stock"])
-def test_verify_and_publish_refuse_it(
-    kind: str, trick: Callable[[Path, Path], None], made: Path, tmp_path: Path, sung: Path
-) -> None:
-    if kind == "stock" and trick in (altered, linked):
+def test_verify_and_publish_refuse_it(kind: str, trick: str, made: Path, tmp_path: Path, sung: Path) -> None:
+    if kind == "stock" and trick in CHANGED:
         pytest.skip("it has no code to change")
     directory = Path(shutil.copytree(made / kind, tmp_path / "out"))
-    trick(directory, sung)
+    play(trick, directory, sung)
     for words in (["verify", "{}"], ["verify", "{}", "--lint"], ["publish", "{}", "org/tiny", "--dry-run"],
                   ["publish", "{}", "org/tiny", "--dry-run", "--verify", "lint"]):  # fmt: skip
         done = CliRunner().invoke(main, [word.format(directory) for word in words])
@@ -186,41 +124,28 @@ def test_verify_and_publish_refuse_it(
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_an_evaluation_runs_none_of_it(
-    trick: Callable[[Path, Path], None], made: Path, tmp_path: Path, sung: Path
-) -> None:
+def test_an_evaluation_runs_none_of_it(trick: str, made: Path, tmp_path: Path, sung: Path) -> None:
     """As the model that is measured and as the teacher; kvfold's own classes stand for kvfold's files."""
     directory, text = Path(shutil.copytree(made / "remote", tmp_path / "out")), tmp_path / "text.txt"
-    trick(directory, sung)
+    play(trick, directory, sung)
     text.write_text(TEXT)
     for pair in ((directory, made / "source"), (made / "source", directory)):
-        words = [
-            "eval",
-            str(pair[0]),
-            "--teacher",
-            str(pair[1]),
-            "--text",
-            str(text),
-            "--window",
-            "32",
-            "--max-windows",
-            "2",
-        ]
-        done = CliRunner().invoke(main, [*words, "--device", "cpu"])
-        assert done.exit_code == (2 if trick in (altered, linked) else 0) or (
-            trick is tokenizer and done.exit_code == 2
-        ), done.output
+        words = ["eval", str(pair[0]), "--teacher", str(pair[1]), "--text", str(text)]
+        few = ["--window", "32", "--max-windows", "2", "--device", "cpu"]
+        done = CliRunner().invoke(main, [*words, *few])
+        allowed = {2} if trick in CHANGED else {0, 2} if trick == "tokenizer" else {0}
+        assert done.exit_code in allowed, done.output
         assert not sung.exists()
 
 
-@pytest.mark.parametrize("trick", [mapped, nested, tokenizer, generate, altered])
+@pytest.mark.parametrize("trick", ["mapped", "nested", "tokenizer", "generate", "altered"])
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_a_distillation_runs_none_of_it(
-    role: str, trick: Callable[[Path, Path], None], made: Path, tmp_path: Path, sung: Path
+    role: str, trick: str, made: Path, tmp_path: Path, sung: Path
 ) -> None:
     """Nor does its output name it."""
     directory, text = Path(shutil.copytree(made / "remote", tmp_path / "in")), tmp_path / "text.txt"
-    trick(directory, sung)
+    play(trick, directory, sung)
     text.write_text(TEXT)
     roles = {"student": made / "remote", "teacher": made / "source", role: directory}
     content = {
@@ -229,7 +154,7 @@ def test_a_distillation_runs_none_of_it(
         "data": {"source": str(text), "seq_len": 32}, "precision": "fp32", "device": "cpu",
         "stages": [{"name": "kl", "tokens": 128, "lr": 1e-3, "batch_tokens": 64, "micro_batch": 2}],
     }  # fmt: skip
-    with pytest.raises(InvalidInput) if trick in (altered, tokenizer) else nullcontext():
+    with pytest.raises(InvalidInput) if trick in ("altered", "tokenizer") else nullcontext():
         distill(Recipe.model_validate(content))
         assert foreign_code(tmp_path / "out") == ""
     assert not sung.exists()
@@ -238,12 +163,8 @@ def test_a_distillation_runs_none_of_it(
 def test_a_source_runs_none_of_its_own(made: Path, tmp_path: Path, sung: Path) -> None:
     """Neither by its configuration nor by its tokenizer; an output without code names none."""
     source = Path(shutil.copytree(made / "source", tmp_path / "source"))
-    add(
-        source,
-        "evil.py",
-        sung,
-        "from transformers import LlamaForCausalLM as Evil, LlamaConfig, PreTrainedTokenizerFast\n",
-    )
+    classes = "from transformers import LlamaForCausalLM as Evil, LlamaConfig, PreTrainedTokenizerFast\n"
+    (source / "evil.py").write_text(canary(sung) + classes)
     edit(
         source,
         "config.json",
@@ -251,12 +172,12 @@ def test_a_source_runs_none_of_its_own(made: Path, tmp_path: Path, sung: Path) -
     )
     edit(source, "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.PreTrainedTokenizerFast"]})
     for name, options in (
-        ("gqa", ("--to", "gqa", "--kv-heads", "2")),
-        ("mla", ("--to", "mla", "--kv-budget", "50%")),
+        ("gqa", ("--to", "gqa", "--kv-heads", "2", "--ignore-code")),
+        ("mla", ("--to", "mla", "--kv-budget", "50%", "--ignore-code")),
     ):
         out = tmp_path / name
         taken = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")
-        done = CliRunner().invoke(main, ["convert", str(source), *options, *taken, "--out", str(out)])
+        done = convert(source, *options, *taken, out=out)
         assert done.exit_code == 0, done.output
         assert foreign_code(out) == ""
         assert verify(out).failures == []
@@ -269,7 +190,7 @@ def test_a_source_runs_none_of_its_own(made: Path, tmp_path: Path, sung: Path) -
 def test_a_clean_copy_holds_nothing_else(made: Path, tmp_path: Path, sung: Path) -> None:
     directory = Path(shutil.copytree(made / "remote", tmp_path / "out"))
     for trick in TRICKS:
-        trick(directory, sung)
+        play(trick, directory, sung)
     with clean_copy(directory) as place:
         assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors", *FILES}
         assert all((place / name).read_bytes() == (HERE / name).read_bytes() for name in FILES)
@@ -292,6 +213,7 @@ def test_weights_are_copied_where_links_are_impossible(made: Path, monkeypatch: 
         ).read_bytes()
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_what_kvfold_wrote_is_its_own(made: Path, tmp_path: Path) -> None:
     """Caches and hidden directories that others leave are no code of the checkpoint's."""
     for kind in ("remote", "stock"):
@@ -304,21 +226,23 @@ def test_what_kvfold_wrote_is_its_own(made: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history of the files here")
-def test_every_form_that_was_ever_committed_is_known() -> None:
+def test_every_form_since_the_first_release_is_known() -> None:
     """A change of a shipped file adds the digest of the form before to EARLIER."""
     folder = "kvfold/models/shipped"
 
     def git(*words: str) -> bytes:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
 
-    for name in EARLIER:
+    for name in FILES:
         digests = set()
         for commit in (
-            git("log", "--diff-filter=AM", "--format=%H", "--", f"{folder}/{name}").decode().split()
+            git("log", "--diff-filter=AM", "--format=%H", f"{FIRST}..", "--", f"{folder}/{name}")
+            .decode()
+            .split()
         ):
             digests.add(hashlib.sha256(git("show", f"{commit}:{folder}/{name}")).hexdigest())
         now = hashlib.sha256((ROOT / folder / name).read_bytes()).hexdigest()
-        assert digests <= {*EARLIER[name], now}, name
+        assert digests <= {*EARLIER.get(name, ()), now}, name
 
 
 def test_an_output_of_an_earlier_version_runs_this_versions_classes(
@@ -331,7 +255,7 @@ def test_an_output_of_an_earlier_version_runs_this_versions_classes(
     file.write_text(canary(sung) + file.read_text())
     assert not carries_own_code(output)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(EARLIER, file.name, (*EARLIER[file.name], digest))
+    monkeypatch.setitem(EARLIER, file.name, (digest,))
     assert carries_own_code(output)
     assert foreign_code(output) == ""
     assert type(load(output, LoadOptions(device="cpu")).model).__name__ == "KvfoldForCausalLM"

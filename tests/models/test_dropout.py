@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from kvfold.convert.cli import main
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.support import support
 from kvfold.models.decoder import is_attention
 from kvfold.models.shipped.layers_kvfold import dropout_of
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ..support.folds import fold_latent
 from ..support.tiny import make
 
 RATE = 0.5
@@ -51,22 +50,7 @@ def is_random(model: Any) -> bool:
 
 
 def fold(source: Path, form: str) -> Path:
-    out = source.with_name(form)
-    options = (
-        "--to",
-        "mla",
-        "--rank",
-        "full",
-        "--container",
-        "remote",
-        "--rope",
-        form,
-        "--calibration",
-        "none",
-    )
-    done = CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    return out
+    return fold_latent(source, "--rank", "full", "--container", "remote", "--rope", form)
 
 
 @pytest.mark.parametrize("kind", IN_OWN_CODE)

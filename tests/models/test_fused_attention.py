@@ -70,8 +70,9 @@ def check(ours: Any, plain: Any, call: str) -> None:
 
 
 def fold(source: Path, container: str) -> Any:
-    """A fold as `distill` and `eval` load it."""
-    out = fold_latent(source, "--kv-budget", "50%", "--container", container)
+    """A fold as `distill` and `eval` load it, with the latent's norm that both containers have."""
+    linear = ("--latent-norm", "linear") if container == "stock" else ()
+    out = fold_latent(source, "--kv-budget", "50%", "--container", container, *linear)
     return load(out, Options(device="cpu", dtype="float32")).model
 
 

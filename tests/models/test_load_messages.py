@@ -4,12 +4,9 @@ import io
 import logging
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from kvfold.models.causal_lm import load_model
-from kvfold.models.expected_weights import _ignored
-from kvfold.models.load_failures import loading_failures
 
 from ..support.tiny import make
 
@@ -34,34 +31,3 @@ def test_they_hold_no_control_characters(tmp_path: Path) -> None:
     assert r"a\u202eb" in report
     assert all(letter.isprintable() or letter == "\n" for letter in report)
     assert "\x1b" in after  # elsewhere it logs as ever
-
-
-def test_a_call_of_logging_with_wrong_arguments_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = io.StringIO()
-    handler, logger = logging.StreamHandler(said), logging.getLogger("transformers")
-    monkeypatch.setattr(logging, "raiseExceptions", False)
-    logger.addHandler(handler)
-    try:
-        with loading_failures(tmp_path, "model"):
-            logger.warning("%d a\u202eb", "text")
-    finally:
-        logger.removeHandler(handler)
-    assert said.getvalue() == "%d a\\u202eb\n"
-
-
-def test_ignored_weights_are_not_compared_with_each_other() -> None:
-    """For the 260,000 names that a file may have that would take half an hour."""
-    compared = []
-
-    class Name(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return str.__eq__(self, other)
-
-    names = [Name(f"{place}.x{number}") for place in ("model.layers.0", "head") for number in range(3)]
-    assert _ignored(names, "model.layers") == (names[:3], names[3:])
-    assert not compared

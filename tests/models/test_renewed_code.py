@@ -1,4 +1,4 @@
-"""Code that an earlier kvfold wrote into an output: reported, renewed, and not handed on."""
+"""Code that an earlier kvfold wrote into an output: renewed, and not handed on."""
 
 import hashlib
 import os
@@ -11,22 +11,21 @@ from click.testing import CliRunner
 
 import kvfold
 from kvfold.cli import main
-from kvfold.models import remote_code
-from kvfold.models.remote_code import ATTENTION, CACHELESS, EARLIER, FILES, HERE, loses_cache, ship
+from kvfold.models.remote_code import EARLIER, FILES, HERE, ship
 
+from ..support.folds import fold_latent
 from ..support.tiny import make
 
-FOLD = ("--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--out")
+ATTENTION = "attention_kvfold.py"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output with code, and one without."""
     place = tmp_path_factory.mktemp("made")
-    source = str(make(place / "source"))
+    make(place / "source")
     for name in ("remote", "stock"):
-        done = CliRunner().invoke(main, ["convert", source, "--container", name, *FOLD, str(place / name)])
-        assert done.exit_code == 0, done.output
+        fold_latent(place / "source", "--kv-budget", "50%", "--container", name).rename(place / name)
     return place
 
 
@@ -37,23 +36,13 @@ def earlier(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     file = directory / "attention_kvfold.py"
     file.write_text(file.read_text() + "\n# as it was\n")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(EARLIER, file.name, (*EARLIER[file.name], digest))
-    monkeypatch.setattr(remote_code, "CACHELESS", CACHELESS | {digest})
+    monkeypatch.setitem(EARLIER, file.name, (digest,))
     file.chmod(0o664)
     return directory
 
 
-def test_code_that_knows_the_name_of_the_cache_is_not_taken_for_older_code() -> None:
-    last = "4c3515d9799ec91dadbde345d88fe06f98c11eaf6ea149b0b926d99ac77b2c26"  # that does not know it
-    assert set(EARLIER[ATTENTION][: EARLIER[ATTENTION].index(last) + 1]) == CACHELESS
-    assert not loses_cache(HERE)
-
-
-def test_code_of_an_earlier_version_is_reported_and_renewed(earlier: Path, made: Path) -> None:
+def test_code_of_an_earlier_version_is_renewed(earlier: Path, made: Path) -> None:
     invoke = CliRunner().invoke
-    told = invoke(main, ["verify", str(earlier), "--lint"])
-    assert told.exit_code == 3
-    assert "prints nonsense" in told.output
     before = os.umask(0o077)
     renewed = invoke(main, ["verify", str(earlier), "--lint", "--renew-code"])
     os.umask(before)
@@ -109,7 +98,6 @@ def test_what_is_made_of_an_earlier_output_gets_this_versions_code(earlier: Path
 
 def test_from_python(earlier: Path, made: Path, tmp_path: Path) -> None:
     before = (earlier / ATTENTION).read_bytes()
-    assert kvfold.verify(earlier, run=False).failures
     with pytest.raises(kvfold.InvalidInput, match=r"is for engines llama\.cpp"):
         kvfold.verify(earlier, run=False, llama_cpp=tmp_path, renew_code=True)
     assert (earlier / ATTENTION).read_bytes() == before

@@ -5,25 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, LlamaModel
 
-from kvfold.convert.cli import main
 from kvfold.models.shipped.layers_kvfold import KvfoldRotaryEmbedding
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM, KvfoldModel
 
+from ..support.folds import fold_latent
 from ..support.tiny import make
 
-FOLD = ("--to", "mla", "--kv-budget", "50%", "--container", "remote", "--calibration", "none")
 IDS = torch.arange(40)[None] * 7 % 97
 
 
 def fold(source: Path) -> Path:
-    out = source.with_name("out")
-    done = CliRunner().invoke(main, [str(source), *FOLD, "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    return out
+    return fold_latent(source, "--kv-budget", "50%", "--container", "remote")
 
 
 def logits(model: Any) -> Any:

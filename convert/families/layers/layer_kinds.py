@@ -8,12 +8,7 @@ SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 
 
 def reach_of(config: Mapping[str, Any], layer: int) -> int | None:
-    """Return the most positions that a query of a layer reads; None where it reads all before it.
-
-    Args:
-        config: a complete one.
-        layer: its number.
-    """
+    """Return the most positions that a query of a layer reads; None where it reads all before it."""
     kinds = config.get("layer_types") or []
     kind = kinds[layer] if layer < len(kinds) else SLIDING
     width = None

@@ -24,7 +24,6 @@ def layer_rope(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
 
 
 def _kind(config: Mapping[str, Any], layer: int) -> str:
-    """Return a layer's kind of attention."""
     kinds = config.get("layer_types") or []
     return str(kinds[layer]) if layer < len(kinds) else "full_attention"
 
@@ -33,10 +32,6 @@ def fixed_rotation(
     config: Mapping[str, Any], widths: Mapping[int, int]
 ) -> dict[str, tuple[int, RotaryTable | None]]:
     """Return the rotary frequencies that a config.json defines, by kind of layer.
-
-    Args:
-        config: a complete one.
-        widths: rotary dimensions of a head, by layer, of those that rotate.
 
     Returns:
         For each kind its rotary dimensions and its table; no table where the length of the input decides.
@@ -62,11 +57,6 @@ def check_rotation(
     """Check that the class rotates as config.json says.
 
     A class may ignore a field of config.json that kvfold reads, such as rotary_dim.
-
-    Args:
-        ours: from `fixed_rotation`.
-        theirs: the tables of the class, under an empty name where all layers are alike.
-        name: of the class.
 
     Raises:
         InvalidInput: it does not.

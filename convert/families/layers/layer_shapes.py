@@ -63,10 +63,6 @@ def overrides(config: Mapping[str, Any], layers: int) -> dict[int, dict[str, int
     transformers writes them as per_layer_config; before 5.23 they were global_head_dim and
     num_global_key_value_heads.
 
-    Args:
-        config: a config.json with layer_types.
-        layers: number of layers.
-
     Raises:
         InvalidInput: a value is none.
     """
@@ -90,12 +86,7 @@ def overrides(config: Mapping[str, Any], layers: int) -> dict[int, dict[str, int
 
 
 def with_fewer_heads(config: Mapping[str, Any], share: tuple[int, int]) -> dict[str, Any]:
-    """Return a config.json whose layers with heads of their own have fewer key/value heads too.
-
-    Args:
-        config: as it is on disk.
-        share: of the heads that stay, as a fraction; at least one head does.
-    """
+    """Return a config.json whose layers with heads of their own keep a share of them, a fraction, too."""
 
     def fewer(heads: int) -> int:
         return max(1, heads * share[0] // share[1])
@@ -113,12 +104,6 @@ def with_fewer_heads(config: Mapping[str, Any], share: tuple[int, int]) -> dict[
 
 def own_geometry(family: Family, config: Mapping[str, Any], geometry: Geometry, layer: int) -> Geometry:
     """Return the heads of a layer.
-
-    Args:
-        family: the row.
-        config: a complete one.
-        geometry: of its first level.
-        layer: the layer's number.
 
     Raises:
         InvalidInput: its sizes do not fit together.

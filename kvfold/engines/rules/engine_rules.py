@@ -71,9 +71,6 @@ _TRANSFORMERS = (
           "the code is looked up next to the weights"),
     _rule({"transformers": seen.HF}, _REMOTE, "prints nonsense", "a fold of Llama 4 by an earlier kvfold",
           check.unheld, "kvfold's attention computes something else, or ends with an error; use --to gqa"),
-    _rule({"transformers": seen.HF_CACHE}, _REMOTE, "prints nonsense",
-          "attention_kvfold.py of an earlier kvfold", check.old_code,
-          "from transformers 5.24 on it decodes without its cache; kvfold verify --renew-code replaces it"),
     _always({"transformers": seen.HF, **_VLLM_RUN}, _REMOTE, "note", _CODE,
             "load it, and its tokenizer, with trust_remote_code=True (vllm serve --trust-remote-code)"),
 )  # fmt: skip

@@ -37,7 +37,6 @@ def read(version: str, date: str, where: str) -> Evidence:
 HF = run("transformers 5.23.0", "2026-11", "kvfold verify DIR")
 HF_MULTIMODAL = run("transformers 5.23.0", "2026-11-23", "kvfold verify DIR, on text")
 HF_MODELOPT = run("transformers 5.23.0", "2026-11-23", "AutoModelForCausalLM.from_pretrained(DIR)")
-HF_CACHE = run("transformers 5.24.0", "2026-11-24", "generate() with the code of kvfold before 2026-11-24")
 HF4 = run("transformers 4.57.6", "2026-11", "AutoModelForCausalLM.from_pretrained(DIR)")
 HF4_STATIC = run("transformers 4.57.6", "2026-11", "generate(cache_implementation='static')")
 _VLLM = "vLLM 0.32.0 on a CPU"

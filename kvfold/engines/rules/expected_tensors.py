@@ -11,7 +11,8 @@ import torch
 
 from ...convert.algebra.target import Geometry, LatentTarget
 from ...convert.families.family import Family
-from ...convert.families.recognition import FAMILIES, attending, complete, configured, geometry_of
+from ...convert.families.recognition import attending, complete, configured, geometry_of
+from ...convert.families.rows import FAMILIES
 from ...convert.families.source import shape_of
 from ...convert.families.stored_tensors import attention_shapes, names_outside_attention
 from ...convert.formats.remote import Remote

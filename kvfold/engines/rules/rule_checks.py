@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ...convert.families.recognition import FAMILIES, configured, never_latent
+from ...convert.families.recognition import configured, never_latent
+from ...convert.families.rows import FAMILIES
 from ...convert.formats.serving_widths import NARROW, NORM_EPSILON, SERVING
 from ...core.errors import InvalidInput
 from ...core.untrusted import read_json
-from ...models.remote_code import ATTENTION, AUTO_MAP, FILES, loses_cache
+from ...models.remote_code import AUTO_MAP, FILES
 from .evidence import CLASSES, MULTIMODAL
 from .expected_tensors import expected_tensors
 from .rule_types import Written
@@ -88,11 +89,6 @@ def code(written: Written) -> str:
         if name not in (written.config.get("auto_map") or {}):
             return f"its auto_map has no {name}"
     return ""
-
-
-def old_code(written: Written) -> str:
-    """Find attention of an earlier kvfold, which does not know the name of its cache in transformers 5.24."""
-    return f"its {ATTENTION} is that of an earlier kvfold" if loses_cache(written.directory) else ""
 
 
 def linear(written: Written) -> str:

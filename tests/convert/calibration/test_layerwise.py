@@ -16,7 +16,7 @@ from kvfold.convert.calibration.capacity import Need
 from kvfold.convert.calibration.self_text import sample_from
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import layout_of, study
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model

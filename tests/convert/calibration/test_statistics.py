@@ -13,7 +13,7 @@ from kvfold.convert.calibration.moments import BLOCKS, MOMENTS, SAMPLES, Layout
 from kvfold.convert.calibration.passes import collect
 from kvfold.convert.calibration.self_text import BLOCK, draw, sample_from
 from kvfold.convert.calibration.statistics import Statistics
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model
 

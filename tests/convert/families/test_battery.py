@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.cli import main as kvfold
-from kvfold.convert.cli import main
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.support import Support, support
 
+from ...support.folds import attempt
 from ...support.tiny import ROPE, make, same_bytes
 from ...support.warm_python import warm_python
 
@@ -212,12 +212,6 @@ def options_of(kind: str, target: str) -> dict[str, Any]:
     return {**SHAPE, **windows}
 
 
-def convert(source: Path, out: Path, options: tuple[str, ...]) -> tuple[int, str]:
-    result = CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), (source, result.exception)
-    return result.exit_code, result.output
-
-
 @pytest.fixture(scope="module")
 def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Return the observations of one fresh process on all outputs: importing transformers takes seconds."""
@@ -233,7 +227,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
                 if not source.exists():
                     make(source, kind, equal_heads=equal, **settings)
                 out = root / f"{kind}-{name_of(cell)}-{number}"
-                code, text = convert(source, out, options)
+                code, text = attempt(source, out, *options)
                 assert code == 0, (kind, options, text)
                 cases.append(((kind, name_of(cell)), source, out))
     for name, (kind, equal, settings, change, options) in VARIANTS.items():
@@ -242,7 +236,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], l
             root / f"{name}-folded",
         )
         change(source)
-        code, text = convert(source, out, options)
+        code, text = attempt(source, out, *options)
         assert code == 0, (name, text)
         cases.append((("variant", name), source, out))
     pairs = json.dumps([(str(source), str(out)) for _, source, out in cases])
@@ -278,7 +272,7 @@ def test_the_table_is_true(
             "mla": LOSSLESS["mla"][0][1],
             REMOTE: LOSSLESS[REMOTE][0][1],
         }[target]
-        code, text = convert(source, tmp_path / "out", options)
+        code, text = attempt(source, tmp_path / "out", *options)
         assert code == 2
         assert text.startswith("Error: ")
         assert not (tmp_path / "out").exists()
@@ -326,7 +320,7 @@ def test_tensors_that_change_do_so_piece_by_piece(
     """A large embedding passes through memory in rows: the same bytes, however few at once."""
     source = make(tmp_path / "source", kind, **SHAPE)
     options = ("--to", "mqa", "--calibration", "none") if kind == "gpt2" else MLA_FULL
-    assert convert(source, tmp_path / "whole", options)[0] == 0
+    assert attempt(source, tmp_path / "whole", *options)[0] == 0
     monkeypatch.setattr("kvfold.checkpoints.directory.PIECE", 300)
-    assert convert(source, tmp_path / "pieces", options)[0] == 0
+    assert attempt(source, tmp_path / "pieces", *options)[0] == 0
     assert same_bytes(tmp_path / "whole", tmp_path / "pieces") == []

@@ -1,6 +1,8 @@
 """Every row of the table of families says what transformers' own class does: its attention, its defaults."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,10 @@ from torch import Tensor
 
 from kvfold.cli import main as kvfold
 from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.families.family import Block
 from kvfold.convert.families.packing import pack, unpack
-from kvfold.convert.families.recognition import (
-    FAMILIES,
-    as_causal,
-    rotated,
-)
+from kvfold.convert.families.recognition import as_causal, attending, complete, rotated
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.source import Source, open_source
 from kvfold.convert.families.unfolded import UNFOLDED, verdict
 from kvfold.convert.towers.text_class import holds_other_classes
@@ -164,6 +164,21 @@ def test_fields_that_say_which_layers_rotate_are_checked(
     (source / "config.json").write_text(json.dumps({**kept, field: value}))
     with pytest.raises(InvalidInput, match=words):
         open_source(source)
+
+
+def test_what_rows_say_of_defaults_is_what_the_class_has() -> None:
+    """The listing reads rows alone, so that it loads no configuration class of transformers."""
+    for kind, family in FAMILIES.items():
+        config = complete(family, {"model_type": kind})
+        rotate = {rotated(family, config, layer) for layer in attending(family, config)}
+        assert (len(rotate) > 1) == (family.unrotated is not None), kind
+        if isinstance(family.block, Block):
+            assert config["hidden_act"] == family.block.activation, kind
+            limited = bool(config.get("sliding_window") and config.get("use_sliding_window", True))
+            assert limited == family.windowed, kind
+    code = "import sys; from kvfold.cli import main; main(['families', '--json'], standalone_mode=False); "
+    code += "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_every_causal_language_model_of_transformers_is_examined() -> None:

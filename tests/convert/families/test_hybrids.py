@@ -21,9 +21,9 @@ from kvfold.distill.run.job import distill
 from kvfold.engines.probes.probe import growth
 from kvfold.engines.verify import _cache
 from kvfold.eval.suites.cache import count, predicted
+from kvfold.models.caches import positions_behind
 from kvfold.models.causal_lm import load, load_model
 from kvfold.models.load_options import LoadOptions
-from kvfold.models.positions import positions_behind
 
 from ...support.documents import write_documents
 from ...support.folds import attempt
@@ -177,7 +177,8 @@ def test_fields_without_meaning_are_one_sentence(case: str, source: Path, tmp_pa
 
 def test_layers_follow_from_each_family_s_own_fields() -> None:
     """Qwen3-Next's interval, Jamba's period, Bamba's and LFM2's numbers, Granite's older names."""
-    from kvfold.convert.families.recognition import FAMILIES, attending, complete
+    from kvfold.convert.families.recognition import attending, complete
+    from kvfold.convert.families.rows import FAMILIES
 
     def layers(kind: str, **fields: Any) -> tuple[int, ...]:
         family = FAMILIES[kind]

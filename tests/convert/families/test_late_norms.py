@@ -133,21 +133,3 @@ def test_a_stretched_base_is_checked(tmp_path: Path) -> None:
         file.write_text(json.dumps(config))
         with pytest.raises(InvalidInput, match=words):
             open_source(file.parent)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [("llama", {"attention_chunk_size": 8}), ("llama4_text", {"no_rope_layer_interval": None})],
-)
-def test_chunks_without_a_list_of_layers_are_no_traceback(
-    kind: str, change: dict[str, Any], tmp_path: Path
-) -> None:
-    path = make(tmp_path / kind, kind, **SHAPE) / "config.json"
-    config = json.loads(path.read_text()) | change
-    config.pop("no_rope_layers", None)
-    config.pop("layer_types", None)
-    path.write_text(json.dumps(config))
-    code, text = attempt(path.parent, tmp_path / "out", "--to", "mqa", "--calibration", "none")
-    assert code in {0, 2}
-    assert "Traceback" not in text
-    assert (code == 0) == (kind == "llama"), text

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints.shards import INDEX
-from kvfold.convert.cli import main
 from kvfold.convert.families.recognition import family_of
 from kvfold.convert.families.source import open_source
 from kvfold.convert.families.unfolded import CODE_ONLY
 from kvfold.core.errors import InvalidInput
 
+from ...support.folds import attempt
 from ...support.tiny import make
 
 FULL = ("--to", "mla", "--rank", "full", "--calibration", "none", "--container", "stock")
@@ -61,9 +60,9 @@ def say(source: Path, **fields: Any) -> Path:
 
 
 def convert(source: Path, out: Path, *options: str) -> str:
-    result = CliRunner().invoke(main, [str(source), *options, "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    return result.output
+    code, text = attempt(source, out, *options)
+    assert code == 0, text
+    return text
 
 
 def logits(directory: Path) -> torch.Tensor:
@@ -87,9 +86,9 @@ def test_what_moves_to_another_class_is_what_the_source_s_class_loads(name: str,
 
 def test_code_of_a_checkpoint_is_named_and_not_read(tmp_path: Path) -> None:
     source = say(make(tmp_path / "source"), auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"})
-    result = CliRunner().invoke(main, [str(source), *HALF, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert "'modeling_x.XForCausalLM', which kvfold does not read; to fold the weights as" in result.output
+    code, text = attempt(source, tmp_path / "out", *HALF)
+    assert code == 2
+    assert "'modeling_x.XForCausalLM', which kvfold does not read; to fold the weights as" in text
     assert not (tmp_path / "out").exists()
     told = convert(source, tmp_path / "out", *HALF, "--ignore-code")
     assert "the output computes what LlamaForCausalLM of transformers computes" in told

@@ -38,13 +38,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = {
         {KINDS[0]: (2, 64, 32), KINDS[1]: (1, 128, 64)},
     ),
     "tied, experts": (
-        {
-            **TIED,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 16,
-        },
+        {**TIED, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
         {KINDS[0]: (3, 64, 32), KINDS[1]: (3, 64, 32)},
     ),
     "tied, shared": ({**TIED, "num_kv_shared_layers": 2}, {KINDS[0]: (2, 64, 32), KINDS[1]: (2, 64, 32)}),

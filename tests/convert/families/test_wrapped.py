@@ -249,7 +249,8 @@ def test_what_holds_a_model_is_levelled_with_it() -> None:
 
 
 def test_a_linearised_latent_in_float16_is_refused(tmp_path: Path) -> None:
-    fold = fold_latent(make(tmp_path / "source"), "--kv-budget", "50%", "--container", "stock")
+    linear = ("--container", "stock", "--latent-norm", "linear")
+    fold = fold_latent(make(tmp_path / "source"), "--kv-budget", "50%", *linear)
     with pytest.raises(
         InvalidInput, match=r"layers\.0\.self_attn has a linearised latent.* in bfloat16 or float32"
     ):

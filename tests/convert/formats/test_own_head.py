@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.checkpoints.directory import Checkpoint
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.source import open_source
 from kvfold.engines.verify import verify
 from kvfold.models.layered_model import LayeredModel

@@ -17,7 +17,7 @@ from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.rotary import frequencies
 from kvfold.convert.algebra.target import LatentTarget
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.families.source import STILL
 from kvfold.convert.families.support import Support, support
 from kvfold.convert.formats.serving import find_places, nearest_bands, table

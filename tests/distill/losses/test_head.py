@@ -29,7 +29,8 @@ HEADS: dict[str, tuple[dict[str, Any], HeadForm, bool]] = {
 
 def load(directory: Path, family: str) -> Loaded:
     make(directory, family, **HEADS[family][0])
-    return Loaded(directory, None, AutoModelForCausalLM.from_pretrained(directory).eval())
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    return Loaded(directory, None, model.config, model)
 
 
 def batch(length: int = 12) -> Batch:

@@ -20,13 +20,13 @@ from transformers import (
     GPTBigCodeForCausalLM,
 )
 
-from kvfold.convert.families.recognition import FAMILIES
+from kvfold.convert.families.rows import FAMILIES
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
 from kvfold.distill.losses.predictions import predict
 from kvfold.distill.stages.isolation import isolate_documents
+from kvfold.models.caches import has_other_layers
 from kvfold.models.causal_lm import with_base
-from kvfold.models.positions import has_other_layers
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.folds import fold_latent

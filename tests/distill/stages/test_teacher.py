@@ -321,11 +321,6 @@ def test_caches_of_earlier_versions(
     identity = identify(teacher, "auto", False)
     given = keys(windows.batch(range(7)))
     assert torch.equal(TeacherCache(tmp_path / "cache", OPTION, identity).hidden(given), cache.hidden(given))
-    (tmp_path / "cache" / "manifest.json").write_text(json.dumps({"kvfold_teacher_cache": 1}))
-    with pytest.raises(
-        InvalidInput, match="was made by an earlier version of kvfold; name another directory"
-    ):
-        TeacherCache(tmp_path / "cache", OPTION, identity)
 
 
 def test_a_larger_teacher_with_a_padded_vocabulary_teaches(
