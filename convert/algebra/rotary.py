@@ -132,8 +132,10 @@ def _yarn(base_F: Tensor, rope: dict[str, Any], positions: int) -> tuple[Tensor,
     gain = rope.get("attention_factor")
     if gain is None:
         mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        both = mscale and all_dim
-        gain = _mscale(factor, mscale) / _mscale(factor, all_dim) if both else _mscale(factor, 1.0)
+        if mscale and all_dim:
+            gain = _mscale(factor, mscale) / _mscale(factor, all_dim)
+        else:
+            gain = _mscale(factor, 1.0)
     return base_F * ((1 - ramp_F) + ramp_F / factor), float(gain)
 
 

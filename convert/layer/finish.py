@@ -125,7 +125,8 @@ def _prepared(
     or the layer as it would be without a format.
     """
     if its.sample is None:
-        if isinstance(layer, LatentAttention) and layer.level_CC is not None:
+        is_levelled = isinstance(layer, LatentAttention) and layer.level_CC is not None
+        if is_levelled:
             return _as_written(its, layer), None
         return in_basis(layer, fit_basis(layer, its.slots_S, weights_moments(layer), dtype)), None
     assert loss is not None

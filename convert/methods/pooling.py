@@ -179,7 +179,8 @@ def merged_norm(weight_KH: Tensor | None, groups: int) -> Tensor | None:
     """Return the weight of a norm for fewer heads: a shared one, or the average of each group's."""
     if weight_KH is None or len(weight_KH) == 1:
         return weight_KH
-    return weight_KH.unflatten(0, (groups, -1)).mean(1)
+    merged_GH: Tensor = weight_KH.unflatten(0, (groups, -1)).mean(1)
+    return merged_GH
 
 
 def mean_of_turned(rows_KHE: Tensor, groups: int) -> Tensor:

@@ -16,7 +16,7 @@ Legend: attention.py; W numbers that one token and head caches; M slots of one f
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,8 +92,12 @@ def in_basis(layer: Layer, basis: CacheBasis) -> Layer:
         made = _latent_in_basis(layer, first_KWW[0])
     elif isinstance(layer, IntactAttention):
         back_CC = torch.linalg.inv(first_KWW[0])
-        k_up_KHC, v_up_KHC = layer.k_up_KHC @ back_CC, layer.v_up_KHC @ back_CC
-        made = replace(layer, down_CE=first_KWW[0] @ layer.down_CE, k_up_KHC=k_up_KHC, v_up_KHC=v_up_KHC)
+        made = replace(
+            cast(IntactAttention, layer),
+            down_CE=first_KWW[0] @ layer.down_CE,
+            k_up_KHC=layer.k_up_KHC @ back_CC,
+            v_up_KHC=layer.v_up_KHC @ back_CC,
+        )
     else:
         made = _with_value_basis(_with_key_scales(layer, first_KWW.diagonal(0, -2, -1)), last_KWW)
     written: Layer = made

@@ -36,9 +36,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from .kernels_kvfold import latent_sums, takes
 from .layers_kvfold import rotate, softmax, turns
 
-BLOCK = (
-    2**20
-)  # elements of keys rebuilt at once: 4 MB in float32, which a core's cache holds (benchmarks/decode.py)
+# Elements of keys rebuilt at once: 4 MB in float32, which a core's cache holds (benchmarks/decode.py).
+BLOCK = 2**20
 GPU_BLOCK = 2**25  # the same on a GPU, where a block is some ten kernels and has to keep all processors busy
 
 
