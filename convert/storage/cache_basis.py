@@ -16,7 +16,7 @@ Legend: attention.py; W numbers that one token and head caches; M slots of one f
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +91,10 @@ def in_basis(layer: Layer, basis: CacheBasis) -> Layer:
     if isinstance(layer, LatentAttention):
         made = _latent_in_basis(layer, first_KWW[0])
     elif isinstance(layer, IntactAttention):
+        rebuilt: Any = layer  # mypy takes Layer and its own class for two that meet
         back_CC = torch.linalg.inv(first_KWW[0])
         made = replace(
-            cast(IntactAttention, layer),
+            rebuilt,
             down_CE=first_KWW[0] @ layer.down_CE,
             k_up_KHC=layer.k_up_KHC @ back_CC,
             v_up_KHC=layer.v_up_KHC @ back_CC,
