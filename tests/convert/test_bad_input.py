@@ -170,7 +170,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     ),
     (add_mlp_biases, STOCK, "mlp_bias is true"),
     (config_with(**MISTRAL, max_position_embeddings=8192), STOCK, "sliding_window 4096 is shorter"),
-    (config_with(text_config={}), MLA, "text_config, which a llama does not have"),
+    (config_with(text_config={}), MLA, "cannot be loaded"),
     (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
     (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
     (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),

@@ -30,7 +30,21 @@ SERVED = {"hidden_size": 48, "head_dim": 128, "rms_norm_eps": 1e-6, "num_hidden_
           "num_attention_heads": 3,
           "num_key_value_heads": 3}  # fmt: skip
 OUTPUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "served": (SERVED, ("--to", "mla", "--rank", "512", "--rope-dim", "64", "--container", "stock")),
+    "served": (
+        SERVED,
+        (
+            "--to",
+            "mla",
+            "--rank",
+            "512",
+            "--rope-dim",
+            "64",
+            "--container",
+            "stock",
+            "--latent-norm",
+            "linear",
+        ),
+    ),
     "full": ({"num_key_value_heads": 2}, ("--to", "mla", "--rank", "full", "--container", "stock")),
     "remote": ({"num_key_value_heads": 4}, ("--to", "mla", "--kv-budget", "50%", "--container", "remote")),
     "intact": ({"num_key_value_heads": 4}, ("--to", "mla", "--rank", "full", "--rope", "intact")),

@@ -294,7 +294,7 @@ def test_a_wrong_bound_says_what_is_wrong(text: str, sentence: str) -> None:
         ({"train": "missing.txt"}, "missing.txt"),
         ({"set": "output=elsewhere"}, "every step has its own student and output"),
         ({"set": "stages.0.rate=1"}, "unknown key 'rate'"),
-        ({"calibration": "none"}, "--refine 1 has no effect without calibration text"),
+        ({"calibration": "none"}, "--refine 1 needs text to refine on"),
         ({"out": str(DEMO / "inside")}, "is inside the source"),
         ({"set": "evaluate.source=nofile.txt"}, "evaluate.source nofile.txt is not a file"),
         ({"set": "evaluate.seq_len=99999"}, "evaluate.seq_len 99999 exceeds the 256 positions"),

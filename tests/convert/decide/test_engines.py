@@ -106,7 +106,7 @@ def test_heads_for_engines(tmp_path: Path) -> None:
 MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
 # name -> (family, how the source is made, options, a part of the sentence)
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,ollama"), "--engine 'ollama' is unknown"),
+    "unknown engine": ("llama", WIDE, (*MLA_, "vllm,ollama"), "--engine is 'ollama'; it should be 'transformers'"),
     "no engine": ("llama", WIDE, (*MLA_, ""), "--engine is empty; give it a value"),
     "small source": ("llama", {}, (*MLA_, "sglang"), "the source's cache has only 128; use --to gqa"),
     "small budget": ("llama", WIDE, (*MLA_, "sglang", "--kv-budget", "25%"), "the least would be 31.25%"),

@@ -29,7 +29,8 @@ GOOD = {**BETWEEN, "equal_heads": True, "rms_norm_eps": 4e-6, "tie_word_embeddin
 def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_path: Path) -> None:
     """Without a size: 256+64, the only one that saves, with the source's logits in the stock class."""
     source = make(tmp_path / "source", **GOOD)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *WEIGHTS)
+    exact = ("--latent-norm", "linear")
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *exact, *WEIGHTS)
     assert code == 0, text
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (256, 64)

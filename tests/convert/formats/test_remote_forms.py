@@ -43,7 +43,7 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_decoupled_latent_is_what_the_stock_class_computes(tmp_path: Path, family: str) -> None:
     source = make(tmp_path / "source", family, num_key_value_heads=4)
-    stock = fold_latent(source, "--kv-budget", "50%", "--container", "stock")
+    stock = fold_latent(source, "--kv-budget", "50%", "--container", "stock", "--latent-norm", "linear")
     remote = fold_latent(source, "--kv-budget", "50%", "--container", "remote")
     expected = logits(AutoModelForCausalLM.from_pretrained(stock, dtype=torch.float32).eval())
     assert (expected - logits(AutoModelForCausalLM.from_pretrained(source).eval())).abs().max() > 1e-3

@@ -19,7 +19,7 @@ def test_open_and_close_change_nothing(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
     source, out = make(tmp_path / "source", family), tmp_path / "out"
-    options = ["--to", "mla", "--rank", "24", "--calibration", "none"]
+    options = ["--to", "mla", "--rank", "24", "--calibration", "none", "--latent-norm", "linear"]
     assert CliRunner().invoke(main, [str(source), *options, "--out", str(out)]).exit_code == 0
     written = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     opened = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()

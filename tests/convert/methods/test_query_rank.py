@@ -183,7 +183,11 @@ def expected(source: Path, options: dict[str, str]) -> tuple[list[Any], Tensor]:
     return layers, torch.tensor(slots, dtype=torch.float64) if slots else table_F
 
 
-FORMS = {"stock": {"container": "stock"}, "remote": {"container": "remote"}, "intact": {"rope": "intact"}}
+FORMS = {
+    "stock": {"container": "stock", "latent_norm": "linear"},
+    "remote": {"container": "remote"},
+    "intact": {"rope": "intact"},
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
