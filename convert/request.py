@@ -193,8 +193,8 @@ class FoldRequest(MLA, GQA):
     save_statistics: Annotated[Place, Option(metavar="FILE")] | None = None
     """File that keeps the statistics (.safetensors)."""
     refine: Annotated[int, Field(ge=0), Option(metavar="STEPS")] | None = None
-    """Steps by which each layer alone is fitted to the source's on the calibration text; 0: the closed form.
-    Default: as `effort` says."""
+    """Steps of refinement: training of each layer on its own, towards the source's layer, on the calibration
+    text. 0: only the closed form. Default: as `effort` says."""
     method: str | None = None
     """GQA, MQA: subspace, aligned, aligned:grouped or mean. MLA: subspace, or a published rule to compare
     with: svd, transmla, care, no-sqrt-care, transmla-care, mha2mla, xecomla. mha2mla takes :high, :low or

@@ -6,8 +6,8 @@ A checkpoint flows one way; each function reads model directories and writes a n
 
 `plan` compares targets before anything is written, `verify` checks an output, `quantize` rounds its weights,
 `publish` sends it to the Hub, `report` draws evaluations as a page, `migrate` finds the smallest cache that
-holds a bound, `assemble` puts a text tower back into its multimodal checkpoint, and `absorb` lets a loaded
-DeepSeek-class model decode from its latent cache.
+stays within a loss limit, `assemble` puts a text tower back into its multimodal checkpoint, and `absorb`
+lets a loaded DeepSeek-class model decode from its latent cache.
 `import kvfold` loads no torch; a function imports what it needs when it is called.
 """
 

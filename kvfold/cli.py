@@ -18,7 +18,7 @@ COMMANDS = {
     "verify": ("engines.cli", "Check an output against the rules of engines."),
     "quantize": ("quantisation.cli", "Round the weights of a checkpoint to 8 or 4 bits."),
     "publish": ("publishing.publish", "Upload a checkpoint with a model card."),
-    "migrate": ("migration.cli", "Find the smallest cache that holds a bound."),
+    "migrate": ("migration.cli", "Find the smallest cache that stays within a loss limit."),
     "families": ("convert.families.support", "Show which families can be folded to what."),
     "engines": ("engines.engine_table", "Show which engine runs which kind of output."),
     "lab": ("lab.cli", "Compare attention variants at a shape."),

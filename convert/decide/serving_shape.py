@@ -101,7 +101,7 @@ def saves_nothing(size: int, profile: Profile, engines: Sequence[str]) -> Invali
     """Return the refusal of a source that caches `size` elements, no more than the narrowest profile."""
     free = [engine for engine in ENGINES if takes_any_width(engine, everywhere=False)]
     if engines and set(engines) <= set(free):
-        other = f"--kv-budget SHARE, such as 50%, of which {' and '.join(engines)} takes any"
+        other = f"--kv-budget SHARE, such as 50%: {' and '.join(engines)} can run any width"
     else:
         other = f"--engine {', '.join(free[:-1])} or {free[-1]} with --kv-budget SHARE, such as 50%"
     return InvalidInput(

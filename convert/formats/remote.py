@@ -176,7 +176,7 @@ class Remote(Container):
         return {**written, **widths, **self._cached_head(source), "kvfold": {**ours, **norm}}
 
     def _growth(self, source: Mapping[str, Any]) -> dict[str, list[float]]:
-        """Return the rate and length by which queries grow with their position, in families where they do."""
+        """Return the rate and length of the queries' growth with position, in families that have it."""
         if self.family.query_growth is None:
             return {}
         rope = rope_parameters(dict(source))
@@ -184,12 +184,12 @@ class Remote(Container):
         length = rope.get("original_max_position_embeddings")
         if rate is None or length is None:
             raise InvalidInput(f"config.json's rope parameters lack {self.family.query_growth} or "
-                               "original_max_position_embeddings, by which this family scales "
-                               "queries")  # fmt: skip
+                               "original_max_position_embeddings; this family scales queries with "
+                               "both")  # fmt: skip
         return {"growth": [rate, length]}
 
     def _cached_head(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields by which vLLM allocates its cache, in families that have them.
+        """Return the fields that vLLM allocates its cache from, in families that have them.
 
         The stock rotary table then has that width.
         """
@@ -227,9 +227,9 @@ class Remote(Container):
     def _weights(self) -> dict[str, tuple[str, int, int]]:
         """Return name, rows and columns of a layer's projections, in the order in which they are written.
 
-        Keys are roles, by which `_biased` says what has a bias. Of the two projections around the latent that
-        one has the role `kv` which may have one: the projection from it where rotation is intact, otherwise
-        that to it and to the rotary key.
+        Keys are roles, and `_biased` says which of them has a bias. Two projections surround the latent; the
+        role `kv` is the one that may have a bias: the projection from the latent where rotation is intact,
+        otherwise the one to the latent and the rotary key.
         """
         heads, width = self.geometry.num_attention_heads, self.geometry.head_dim
         hidden, rank = self.geometry.hidden_size, self.target.kv_lora_rank

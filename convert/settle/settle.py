@@ -72,8 +72,8 @@ def settle_table(draft: Draft) -> Plan:
     if theta == own:
         return plan
     reason = (
-        f"rope_theta becomes {theta:g}, from which engines compute other rotary frequencies: the closed form "
-        f"loses {losses[own]:.4g} nats with the source's {own:g} and {losses[theta]:.4g} with {theta:g} on "
-        "held-back calibration tokens"
+        f"rope_theta becomes {theta:g}, which changes the rotary frequencies that engines compute: on "
+        f"held-back calibration tokens the closed form loses {losses[own]:.4g} nats with the source's "
+        f"{own:g}, and {losses[theta]:.4g} with {theta:g}"
     )
     return replace(plans[theta], notices=(*plans[theta].notices, reason))

@@ -78,7 +78,7 @@ class Data(Settings):
     """Field that holds a conversation: a list of `{role, content}`, written with the tokenizer's chat
     template. Only the assistant's words are trained on. null: documents are text."""
     packing: Packing = "documents"
-    """Way in which documents are packed into windows. `documents`: each ends with EOS and attends only to
+    """How documents are packed into windows. `documents`: each ends with EOS and attends only to
     itself, and a conversation is never split between two windows. `stream`: documents follow each other, and
     attention crosses from one to the next."""
     seq_len: int = Field(ge=2)

@@ -66,8 +66,8 @@ class Stage(Settings):
     name: str = Field(pattern=r"^\w[\w.+-]*$")
     """Name of the stage in the metrics: letters, digits and `_.+-`."""
     mode: Literal["auto", "end_to_end", "layerwise", "stream"] = "auto"
-    """Way in which the student runs. `end_to_end`: as a whole. `layerwise`: the attention of each layer on
-    the teacher's inputs. `stream`: the same, with one layer in memory at a time. `auto`: `layerwise` if the
+    """How the student runs. `end_to_end`: as a whole. `layerwise`: the attention of each layer on the
+    teacher's inputs. `stream`: the same, with one layer in memory at a time. `auto`: `layerwise` if the
     only loss is `attention_output`, otherwise `end_to_end`."""
     tokens: Tokens
     """Tokens to train on, rounded up to whole optimizer steps."""

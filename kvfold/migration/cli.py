@@ -30,11 +30,12 @@ def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: An
     """Find the smallest cache for MODEL at which a bound still holds after a short distillation.
 
     First, a fold that keeps everything is compared with the source. Then, step by step, the source is folded
-    to the next smaller cache, distilled, and evaluated on held-out text, until a step does not hold the
-    bound. The smallest cache that holds it becomes DIR, with report.json and report.html. If none does, the
+    to the next smaller cache, distilled, and evaluated on held-out text, until a step exceeds the bound.
+    The smallest cache within it becomes DIR, with report.json and report.html. If none does, the
     first step becomes DIR.unmet, with exit code 3. If distillation made a step worse, its fold takes its
-    place. The same command resumes a run that was killed, and a run that met no bound resumes with another
-    bound. This text was used to choose the step, so report final numbers on another one.
+    place. The same command resumes a run that was killed. If no step stayed within the bound, the same
+    command with another bound resumes the run. This text was used to choose the step, so report final
+    numbers on another one.
     """
     from .request_reader import read_request
 

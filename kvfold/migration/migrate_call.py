@@ -18,8 +18,8 @@ class Migrated(Tabular):
     """A finished migration.
 
     Attributes:
-        directory: the checkpoint of the smallest cache that holds the bound. If none does, `met` is false,
-            and it is the nearest step, in `<out>.unmet`.
+        directory: the checkpoint of the smallest cache that stays within the bound. If none does, `met` is
+            false, and this is the nearest step, in `<out>.unmet`.
         report: what report.json has: `until`, `chosen`, `steps` with the numbers of each, `not_tried`.
         notices: sentences that the user should know.
     """
@@ -30,7 +30,7 @@ class Migrated(Tabular):
 
     @property
     def met(self) -> bool:
-        """Return whether a step holds the bound."""
+        """Return whether a step stayed within the bound."""
         return bool(self.report["met"])
 
     @property
@@ -96,8 +96,8 @@ def migrate(
     """Find the smallest cache at which a bound still holds after a short distillation.
 
     The source is folded to falling shares of its cache, each fold is distilled and evaluated on held-out
-    text, and the smallest that holds the bound becomes `out`. A call that was stopped is resumed by the same
-    call, and one that met no bound by a call with another bound.
+    text, and the smallest that stays within the bound becomes `out`. The same call resumes a run that was
+    stopped. If no step stayed within the bound, a call with another bound resumes the run.
 
     Args:
         source: a directory, or a Hub id with an optional `@revision`.
@@ -110,7 +110,7 @@ def migrate(
             `tokens_per_step`.
 
     Returns:
-        The output and the numbers of every step. Its `met` is false where no step holds the bound.
+        The output and the numbers of every step. Its `met` is false if no step stayed within the bound.
 
     Raises:
         InvalidInput: a value is unusable, a part of the work refuses its input, or a fold fails its check.

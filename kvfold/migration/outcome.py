@@ -58,15 +58,15 @@ def check_places(asked: Migration) -> None:
 def arrive(
     asked: Migration, identity: dict[str, Any], found: list[dict[str, Any]], work: WorkDir
 ) -> dict[str, Any]:
-    """Give the smallest step that holds the bound its final name.
+    """Give the smallest step within the bound its final name.
 
-    If no step holds it, a copy of the nearest step gets another name.
+    If no step is within it, a copy of the nearest step gets another name.
 
     Returns:
         The report.
 
     Raises:
-        InvalidInput: the name is taken by another step, of an earlier run that met no bound.
+        InvalidInput: the name is taken by another step, of an earlier run in which none was within the bound.
     """
     held = [step for step in found if step["met"]]
     chosen = held[-1] if held else found[0]
@@ -127,7 +127,7 @@ def arrive(
 
 
 def _renew(out: Path, place: Path) -> None:
-    """Replace the reports where the same step met no bound before."""
+    """Replace the reports if the same step was not within the bound before."""
     weights = next(iter(sorted(place.glob("*.safetensors"))))
     if not (out / weights.name).exists() or not (out / weights.name).samefile(weights):
         raise InvalidInput(

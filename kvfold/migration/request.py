@@ -80,7 +80,7 @@ class Migration:
 
     @property
     def unmet(self) -> Path:
-        """The output where no step holds the bound."""
+        """The output if no step stays within the bound."""
         return Path(f"{self.out}.unmet")
 
     def asked(self) -> dict[str, Any]:

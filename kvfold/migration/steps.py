@@ -1,4 +1,4 @@
-"""The steps of a migration: a proof, then one size after the other, to the smallest cache that holds a bound.
+"""The steps of a migration: a proof, then one size after the other, to the smallest cache within a bound.
 
 Every step folds the source itself and not the result of the step before. Latent attention has no heads that
 could be folded again, and with heads there was nothing to gain: on the demo checkpoint (8 heads to 2, one

@@ -91,8 +91,8 @@ def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | s
 @pytest.mark.parametrize(
     ("engine", "advice"),
     [
-        ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%, of which mlx takes any"),
-        ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%, of which llama.cpp takes any"),
+        ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%: mlx can run any width"),
+        ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%: llama.cpp can run any width"),
         ("vllm,sglang", "use --to gqa, or --engine transformers, llama.cpp or mlx with --kv-budget SHARE"),
     ],
 )
