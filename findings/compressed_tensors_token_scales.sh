@@ -5,7 +5,7 @@
 # vLLM's kernels compute. The run-time code keeps a scale for each index of the first two dimensions. So it is one per
 # token for an input (batch, tokens, features) only. It is one for all tokens of an input (tokens, features), as the
 # experts of a layer get it, and one per sequence for (batch, 1, tokens, features), as `kv_b_proj` of DeepSeek-V3 gets
-# it in transformers 5.15 and later. A token is then rounded by the tokens after it, and decoding with a cache
+# it in transformers 5.15 and later. The tokens after a token then change how it is rounded, and decoding with a cache
 # differs from decoding without.
 #
 # Below, only the last token is made larger. Seen: the largest change of the other 39 tokens' outputs is 0 for three

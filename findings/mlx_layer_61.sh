@@ -2,8 +2,8 @@
 # mlx-lm 0.32.2, mlx 0.32.4, transformers 5.24.0, torch 2.13.0, on a CPU, 2026-11-28.
 #
 # DeepSeek-V3 has 61 layers and, in its published file, a 62nd for predicting several tokens. mlx-lm leaves that one
-# out by its name: every tensor of `model.layers.61`, whatever num_hidden_layers says. So a DeepSeek-V3 class of another
-# depth, of 62 layers or more, does not load.
+# out by its name: every tensor of `model.layers.61`, whatever num_hidden_layers says. So a model of this class with 62
+# layers or more does not load.
 #
 # Seen: 61 layers load; of 62 a ValueError lists the parameters of model.layers.61 as missing.
 set -eu

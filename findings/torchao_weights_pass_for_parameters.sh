@@ -4,8 +4,8 @@
 # A module that torchao quantised is still exactly an nn.Linear. Its weight is an instance of nn.Parameter, has the
 # shape and dtype from before, says that it is floating point, and reports the bytes of float32. Code that asks these
 # questions before it multiplies a weight itself (absorbed latent attention, merging, low-rank updates) takes it for a
-# plain matrix, and the first product raises an error. What tells: type(weight), which is torchao's own class, while
-# type() of a plain one is nn.Parameter. weight.dequantize() returns a plain matrix.
+# plain matrix, and the first product raises an error. type(weight) shows the difference: it is torchao's own class, and
+# nn.Parameter for a plain weight. weight.dequantize() returns a plain matrix.
 #
 # Seen for int8 weights: slices, copies and linear() work; view, einsum, matmul, addition, norm, split, cat and equal
 # raise NotImplementedError.
