@@ -257,6 +257,15 @@ def test_bounded_attention_is_that_of_transformers(kind: str, tmp_path: Path) ->
     torch.testing.assert_close(found_BTD, wanted_BTD, atol=1e-5, rtol=1e-5)
 
 
+def test_statistics_of_a_bounded_source_predict_its_loss(tmp_path: Path) -> None:
+    """transformers bounds projections in place, and statistics are of what they were before."""
+    shape = {**SHAPE, "num_key_value_heads": 4}
+    source = make(tmp_path / "source", "olmo", equal_heads=True, **shape, clip_qkv=0.3)
+    code, text = attempt(source, tmp_path / "out", "--to", "mqa", "--verify", "none")
+    assert code == 0, text
+    assert json.loads((tmp_path / "out/kvfold.json").read_text())["predicted_loss"] < 1e-6
+
+
 @pytest.mark.parametrize("container", ["stock", "remote"])
 def test_bounded_queries_have_no_latent_form(container: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", "olmo", **SHAPE, clip_qkv=8.0)
