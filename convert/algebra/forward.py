@@ -36,6 +36,7 @@ class Scoring(Tensors):
         norm_epsilon: added to the mean square in query and key norms.
         soft_cap: c of c · tanh(score / c), which bounds the scores (arXiv 2408.00118, section 2); None: they
             are not bounded.
+        bound: of the absolute values of queries, keys and values before rotation; None: they are not bounded.
         window: positions that a query reads, its own and those before it; None: all.
         sinks_N: a score of every query head that takes part in the softmax and brings no value.
         pair_gain_F: what each rotary pair's share of a score is multiplied by, where that is not in the
@@ -48,6 +49,7 @@ class Scoring(Tensors):
 
     norm_epsilon: float = 0.0
     soft_cap: float | None = None
+    bound: float | None = None
     window: int | None = None
     sinks_N: Tensor | None = None
     pair_gain_F: Tensor | None = None
@@ -91,6 +93,8 @@ def attend(
     if scoring.key_values:
         assert isinstance(layer, Attention), "no latent form has keys for values"
         v_BKTH = _project(input_BTD, layer.k_KHD, layer.k_KH)
+    if scoring.bound is not None:
+        k_BKTH, v_BKTH = (rows.clamp(-scoring.bound, scoring.bound) for rows in (k_BKTH, v_BKTH))
     if scoring.value_norm:
         v_BKTH = _normed(v_BKTH, v_BKTH.new_ones(1, v_BKTH.shape[-1]), scoring.norm_epsilon)
     return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring, None if rebuilt else cache)
@@ -149,7 +153,10 @@ def attend_to(
         q_BNTH = _project(query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
     else:
         q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
-    q_BNTH = _turned(_normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon), angle_TF)
+    q_BNTH = _normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon)
+    if scoring.bound is not None:
+        q_BNTH = q_BNTH.clamp(-scoring.bound, scoring.bound)
+    q_BNTH = _turned(q_BNTH, angle_TF)
     if scoring.pair_gain_F is not None:
         q_BNTH = q_BNTH * scoring.pair_gain_F.repeat(2)
     if scoring.late_gain_H is not None:

@@ -263,7 +263,7 @@ def _hook_layer(
 
 def _see_projection(
     sums: Sums, split: Callable[[Tensor], Mapping[str, Tensor]], _: Any, inputs: Any, output_BTC: Tensor
-) -> None:
+) -> Tensor:
     def arrive(prefix: str, values_BTC: Tensor) -> None:
         for role, value_BTIH in split(values_BTC).items():
             sums.arrive(prefix + role, value_BTIH)
@@ -271,3 +271,4 @@ def _see_projection(
     output_BTC.requires_grad_()  # in the first layer nothing else makes the graph begin
     output_BTC.register_hook(partial(arrive, "g_"))
     arrive("", output_BTC.detach())
+    return output_BTC.clone()  # which some classes bound in place

@@ -84,6 +84,7 @@ class Family:
         query_growth: field r of the rope parameters: queries grow by 1 + r·log(1 + position // L), where L is
             original_max_position_embeddings.
         soft_cap: config field of a bound on the scores.
+        clip: config field of a bound on each number of queries, keys and values before rotation, or null.
         sinks: a learnt score of every query head that takes part in the softmax.
         value_norm: values pass an RMSNorm of each head without weights.
         key_values: config field by which layers that read all positions take their keys, as they are before
@@ -136,6 +137,7 @@ class Family:
     scale_by_layer: str | None = None
     query_growth: str | None = None
     soft_cap: str | None = None
+    clip: str | None = None
     sinks: str | None = None
     value_norm: bool = False
     key_values: str | None = None

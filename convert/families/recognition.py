@@ -88,10 +88,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def configured(family: Family, config: Mapping[str, Any]) -> Family:
-    """Return a family's row without the norms and rotation that config.json, complete or not, turns off."""
+    """Return a family's row without the norms and rotation that config.json, complete or not, turns off.
+
+    Where it bounds queries, keys and values, the row has no output format of latent attention.
+    """
     flag = family.norm_flag
     if flag is not None and not (config[flag] if flag in config else default_of(family, flag)):
         family = replace(family, q_norm=None, k_norm=None, late_norms=None)
+    bound = None if family.clip is None else config.get(family.clip)
+    if bound is not None:
+        family = replace(family, unlatent=f"{family.clip} {bound} bounds its queries, keys and values")
     return family if _rotates(family, config) else replace(family, rotary=None)
 
 

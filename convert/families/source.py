@@ -304,12 +304,18 @@ class Source:
             norm_epsilon=float(self.config["rms_norm_eps"]) if family.normalises else 0.0,
             soft_cap=float(self.config[str(family.soft_cap)]) if bounded else None,
             window=self.window(layer),
+            bound=self.bound,
             sinks_N=sinks_N,
             pair_gain_F=None if rotary_factor == 1 or late else self._pair_gains(rotary_factor),
             late_gain_H=self._late_gain(layer) if late else None,
             value_norm=family.value_norm,
             key_values=self.keys_are_values(layer),
         )
+
+    @property
+    def bound(self) -> float | None:
+        """Return the bound on each number of queries, keys and values; None where there is none."""
+        return None if self.family.clip is None else self.config.get(self.family.clip)
 
     def window(self, layer: int) -> int | None:
         """Return the most positions that a query of a layer reads; None where it reads all."""

@@ -78,7 +78,7 @@ class Grouped(FewerHeads):
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json of the output, made from the source's."""
         made = {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
-        made |= _former_rope(made)
+        made |= former_rope(made)
         return with_fewer_heads(made, self._share) if self.family.unlike else made
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -115,7 +115,7 @@ class Grouped(FewerHeads):
         return cached_queries(self.family)
 
 
-def _former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields in which transformers 4 and engines look for the rope parameters of a config.json.
 
     They are empty where it has none, has one set for each kind of layer, or says them in those fields too.

@@ -271,9 +271,11 @@ def _pool_of(folding: Folding, number: int, attention: Attention) -> Pool:
 
     `mean` is not changed. Of any other, a source with key norms takes the values alone, one with a gate for
     each dimension the keys alone, and one with norms of values nothing: head_norms.py and `by_dimension`
-    merge the rest.
+    merge the rest. A source that bounds each number of keys and values is merged in its own basis, as near as
+    `aligned` stays to it: the subspace of values has another one, with larger numbers.
     """
-    pool = methods.POOLS[folding.method]
+    is_bounded = folding.source.bound is not None and folding.method == methods.OWN
+    pool = methods.POOLS["aligned" if is_bounded else folding.method]
     if folding.method == "mean":
         return pool
     if folding.source.family.value_norm:

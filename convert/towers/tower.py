@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, found_instead, read_config
 from ...checkpoints.quantised.packed_checkpoint import as_stored, open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
@@ -185,7 +185,7 @@ def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[
     if is_default and "num_hidden_layers" not in stored:
         raise InvalidInput(
             f"config.json of {directory} has no text_config, which describes the text tower of a {kind}; "
-            "download or save it again"
+            "take config.json from where the checkpoint came from"
         )
     if text is whole or "num_hidden_layers" not in found:
         raise InvalidInput(
@@ -210,9 +210,10 @@ def _check_whole(
     prefix = stored.removesuffix(ours.removeprefix(family.prefix))
     for name in wanted:
         if name not in here:
+            place = prefix + name.removeprefix(family.prefix)
             raise InvalidInput(
-                f"{directory} has no {prefix}{name.removeprefix(family.prefix)}, which the text tower of "
-                f"{kind} has; download or save it again"
+                f"{directory} has no {place}, which the text tower of {kind} has; "
+                + found_instead(place, names)
             )
 
 

@@ -1,11 +1,12 @@
 """Model directories: a lazy mapping from names to tensors, and the files that travel with the weights."""
 
+import difflib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class Checkpoint(Mapping[str, Tensor]):
             if other.rpartition(".")[0] == module and not _BUFFERS.search(other):
                 return InvalidInput(holds_unfolded(entry.file, other, entry.spec.dtype))
         return InvalidInput(
-            f"{self.directory} has no {printable(name)}, which {owner} has; download or save it again"
+            f"{self.directory} has no {printable(name)}, which {owner} has; {found_instead(name, self)}"
         )
 
     def spec(self, name: str) -> TensorSpec:
@@ -227,6 +228,35 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
             pending += value
 
 
+def found_instead(name: str, stored: Collection[str]) -> str:
+    """Return what a checkpoint has in the place of a tensor that it lacks, and what would be right.
+
+    Args:
+        name: of the tensor.
+        stored: the names of those that it has.
+
+    Example:
+        >>> found_instead("norm.weight", ["_orig_mod.norm.weight"])
+        'it has _orig_mod.norm.weight instead: save the model without the wrapper that added `_orig_mod`'
+    """
+    for other in stored:
+        added = other.split(".")
+        for part in name.split("."):
+            if part in added:
+                added.remove(part)
+        if other.count(".") - name.count(".") == len(added) and not any(part.isdigit() for part in added):
+            return (
+                f"it has {printable(other)} instead: save the model without the wrapper that added "
+                f"`{printable('.'.join(added))}`"
+            )
+    near = difflib.get_close_matches(name, stored, n=1)
+    nearest = f", e.g. {printable(near[0])}" if near else ""
+    return (
+        f"it has {len(stored)} others{nearest}: correct config.json if they are of another model, or save "
+        "the whole model again"
+    )
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files that transformers reads, sorted: one, or those that the index names.
 
@@ -263,8 +293,8 @@ def _entries(directory: Path, packed: bool) -> dict[str, Entry]:
         if wrong:  # before the next shard is read, so that no number of them fills the memory
             more = "" if len(wrong) == 1 else f" and {len(wrong) - 1} more"
             raise InvalidInput(
-                f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}; download or save it "
-                "again"
+                f"{directory / INDEX} disagrees with its shards about {wrong[0]}{more}, which "
+                f"{file.name} lacks, and are of different saves; put the files of one into a new directory"
             )
         there = {name for name, entry in found.items() if _is_read(name, entry, packed)}
         unlisted = sorted(there - named[file.name])

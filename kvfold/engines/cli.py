@@ -24,7 +24,8 @@ def main(static: bool, as_json: bool, **options: Any) -> None:
     predictions with the source's, decoding with and without the cache, and the live cache with kvfold.json.
     With `--engine vllm`, `sglang` or `mlx`, where these are installed, the same text and tokens run there
     too, and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails.
-    Nothing in DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's.
+    Nothing in DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's,
+    and for `--restore-rope`, which refuses links.
     """
     asked = read_options(VerifyRequest, options, run=not static)
     report = carry_out(asked)

@@ -1,5 +1,6 @@
 """`VerifyRequest`: everything that a user can ask of a check."""
 
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from ..core.cache_dtypes import CacheDtypeName
 from ..core.command_options import Option
 from ..core.console import notice
 from ..core.errors import InvalidInput
+from ..core.files import whole_file, write_json
 from ..core.option_types import Place, as_list
 from ..core.settings import Settings
 from .rules.engine_names import ENGINES, EngineName
@@ -50,12 +52,14 @@ class VerifyRequest(Settings):
     """Also say which engines store this output's cache in that number format."""
     renew_code: bool = False
     """First replace the Python files of an earlier kvfold in DIRECTORY with this version's."""
+    restore_rope: bool = False
+    """First write rope_theta and rope_scaling, which saving with transformers 5 drops, into config.json."""
     run: bool = True
     """Whether to load it next to its source too, in a process that cannot import kvfold."""
 
 
 def carry_out(asked: VerifyRequest) -> VerificationReport:
-    """Check what a request names, after its code is renewed where that is asked for.
+    """Check what a request names, after its code or its rotary fields are renewed where that is asked for.
 
     Raises:
         InvalidInput: there is no checkpoint, its source is gone, or memory is too small.
@@ -71,6 +75,8 @@ def carry_out(asked: VerifyRequest) -> VerificationReport:
         notice(
             f"renewed {', '.join(names)} in {place}" if names else f"the code of {place} is this version's"
         )
+    if asked.restore_rope:
+        _restore_rope(asked.directory)
     return verify(
         asked.directory,
         asked.engines,
@@ -79,3 +85,27 @@ def carry_out(asked: VerifyRequest) -> VerificationReport:
         llama_cpp=asked.llama_cpp,
         cache_dtype=asked.cache_dtype,
     )
+
+
+def _restore_rope(directory: Path) -> None:
+    """Write the fields that say how to rotate for readers of older configurations, next to rope_parameters.
+
+    Raises:
+        InvalidInput: there is no checkpoint, or config.json is a link.
+    """
+    from ..checkpoints.directory import read_config
+    from ..convert.formats.grouped import former_rope
+
+    file, config = directory / "config.json", read_config(directory)
+    whole = config | former_rope(config)
+    if whole == config:
+        notice(f"{file} lacks no rotary field")
+        return
+    if file.is_symlink():
+        raise InvalidInput(f"{file} is a link, as in a cache of downloads; restore a copy (cp -rL)")
+    mode = stat.S_IMODE(file.stat().st_mode)
+    with whole_file(file, replace=True) as temporary:
+        write_json(temporary, whole)
+        temporary.chmod(mode)
+    names = ", ".join(name for name in whole if name not in config or whole[name] != config[name])
+    notice(f"wrote {names} into {file}")

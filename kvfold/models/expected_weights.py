@@ -205,12 +205,17 @@ def check_found(directory: Path, found: dict[str, Any]) -> None:
         InvalidInput: a weight is missing or misshapen.
     """
     # transformers fills a weight that it does not find with random numbers and only warns.
-    absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    misshapen = {key: shapes for key, *shapes in found["mismatched_keys"]}
+    absent = sorted({*found["missing_keys"], *misshapen})
     if absent:
         count = "1 weight is" if len(absent) == 1 else f"{len(absent)} weights are"
+        first = printable(absent[0])
+        if absent[0] in misshapen:
+            stored, expected = map(tuple, misshapen[absent[0]])
+            first += f", which has shape {stored} where config.json implies {expected}"
         raise InvalidInput(
-            f"{directory} cannot be loaded: {count} missing or misshapen, e.g. {absent[0]}; download or save "
-            "it again, or correct config.json"
+            f"{directory} cannot be loaded: {count} missing or misshapen, e.g. {first}; correct config.json, "
+            "or save the whole model again"
         )
 
 

@@ -173,6 +173,14 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (config_with(text_config={}), MLA, "cannot be loaded"),
     (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
     (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
+    (drop("model.norm.weight"), MLA, "others, e.g. model."),
+    (
+        tensors_as(
+            lambda tensors: tensors.update({"model._orig_mod.norm.weight": tensors.pop("model.norm.weight")})
+        ),
+        MLA,
+        "it has model._orig_mod.norm.weight instead: save the model without the wrapper that added `_orig_mod`",
+    ),
     (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),
     (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
     (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),

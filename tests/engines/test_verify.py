@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import kvfold
 from kvfold.cli import main
@@ -145,6 +146,25 @@ def test_what_would_go_wrong_is_told(spoil: str, outputs: Path, tmp_path: Path) 
         engine for engine in after if before.get(engine) != after[engine]
     } | before.keys() == engines | before.keys()
     assert any(words in str(finding) for finding in lint(directory, sorted(engines)) if finding.fails)
+
+
+@pytest.mark.parametrize("name", ["full", "gqa"])
+def test_a_copy_that_transformers_saves_gets_its_rotary_fields_again(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes the base into rope_parameters alone, where mlx-lm's Llama does not look."""
+    convert(make(tmp_path / "source", rope="llama3"), tmp_path / "gqa", *OUTPUTS["gqa"][1])
+    wide = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    convert(make(tmp_path / "other", "llama", **wide), tmp_path / "full", *OUTPUTS["full"][1])
+    copy = tmp_path / "copy"
+    AutoModelForCausalLM.from_pretrained(tmp_path / name).save_pretrained(copy)
+    assert not any("rope_parameters" in str(finding) for finding in lint(tmp_path / name, ENGINES))
+    found = {one.engine: one for one in lint(copy, ENGINES) if "rope_parameters only" in str(one)}
+    assert (found["mlx"].fails, found["transformers"].fails) == (True, False)
+    assert all("--restore-rope" in str(one) for one in found.values())
+    report = kvfold.verify(copy, engines=["mlx", "transformers"], run=False, restore_rope=True)
+    assert not any("rope_parameters" in str(finding) for finding in report.findings)
+    ours, theirs = (json.loads((place / "config.json").read_text()) for place in (copy, tmp_path / name))
+    for field in ("rope_theta", "rope_scaling"):
+        assert ours[field] == theirs[field]
 
 
 def test_widths(outputs: Path) -> None:

@@ -35,7 +35,8 @@ def test_auto_is_float32_on_a_cpu_and_bfloat16_can_be_asked_for(make: Make) -> N
         ),
         (
             lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}),
-            "1 weight is missing or misshapen",
+            r"1 weight is missing or misshapen, e.g. lm_head.weight, which has shape \(2, 2\) where config.json "
+            "implies",
         ),
     ],
 )

@@ -62,7 +62,8 @@ _TRANSFORMERS = (
     _rule({"transformers": seen.HF, **_VLLM_SGLANG}, _STOCK, "refuses to load", "n_routed_experts is null",
           check.experts, "a number is needed even where no layer has experts"),
     _rule({"transformers": seen.HF4}, (*_STOCK, *_GROUPED), "note", "rotary settings of transformers 5 only",
-          check.twins, "transformers 4 reads rope_theta and rope_scaling, and would rotate otherwise"),
+          check.twins, "transformers 4 reads rope_theta and rope_scaling, and would rotate otherwise; "
+                       "kvfold verify DIR --restore-rope writes them"),
     _always({"transformers": seen.HF4_STATIC}, _STOCK, "note", "it is latent attention",
             "a static cache (cache_implementation='static') fails in transformers 4.57; 5.15 has one"),
     _rule({"transformers": seen.HF}, _GROUPED, "saves no cache", "Falcon's new decoder", check.expanded,
@@ -171,6 +172,10 @@ _MLX = (
           "its class has a head of its own (Missing lm_head.weight)"),
     _rule({"mlx": seen.MLX_BROKEN}, _STOCK, "refuses to load", "rope_type is not default", check.rope,
           "longrope slots end in ZeroDivisionError there; use --engine mlx, which takes the default table"),
+    _rule({"mlx": seen.MLX_CLASSES}, (*_STOCK, *_GROUPED), "prints nonsense",
+          "rotary settings of transformers 5 only", check.lost_in_mlx,
+          "most classes of mlx-lm take their own base then; kvfold verify DIR --restore-rope writes the "
+          "fields that they read"),
     _rule({"mlx": seen.MLX_READ}, _STOCK, "refuses to load", "more than 61 layers", check.deep,
           "its loader drops every tensor whose name begins with model.layers.61"),
     _rule({"mlx": seen.MLX_BROKEN}, _STOCK, "note", "a linear latent norm", check.linear,

@@ -27,6 +27,14 @@ _MLX_LAYERS = 61  # its loader takes every tensor below model.layers.61 for a fu
 _LLAMAS = {"mixtral", "phi3", "starcoder2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 # engine -> classes that have no sliding windows there
 _WHOLE = {"mlx": _LLAMAS | {"gemma2"}, "sglang": _LLAMAS | {"mistral"}}
+# Of mlx-lm's classes: those that read rope_parameters; the bases of those whose own is not 10,000; and those
+# that want a rope_theta.
+_READS_ROPE = {"qwen3", "ministral3"}
+_BASES = {
+    "mixtral": 1e6, "qwen2": 1e6, "qwen2_moe": 1e6, "gpt_oss": 1.5e5, "cohere": 8e6, "cohere2": 5e4,
+    "starcoder2": 1e5,
+}  # fmt: skip
+_WANTS_THETA = {"qwen3_moe", "olmo3", "glm4", "granite", "stablelm"}
 _PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (256, 0, 256))
 
 
@@ -70,13 +78,30 @@ def unread_scheme(written: Written) -> str:
 
 def twins(written: Written) -> str:
     """Find a file of transformers 5 in which transformers 4 would read other rotary frequencies."""
+    return _lost_rope(written, 1e4)
+
+
+def lost_in_mlx(written: Written) -> str:
+    """Find such a file in which the class of mlx-lm would."""
+    kind = written.config.get("model_type")
+    if kind in _READS_ROPE:
+        return ""
+    return _lost_rope(written, None if kind in _WANTS_THETA else _BASES.get(str(kind), 1e4))
+
+
+def _lost_rope(written: Written, base: float | None) -> str:
+    """Find settings that a reader of rope_theta and rope_scaling misses, whose own base is `base`."""
     new = written.config.get("rope_parameters")
     if not isinstance(new, dict) or "rope_theta" not in new:
         return ""
-    other_theta = written.get("rope_theta", 1e4) != new["rope_theta"]
     is_scaled = new.get("rope_type", "default") != "default"
-    if other_theta or (is_scaled and not written.config.get("rope_scaling")):
-        return "its rotary settings stand in rope_parameters only"
+    is_partial = new.get("partial_rotary_factor", 1.0) != written.get("partial_rotary_factor", 1.0)
+    if (
+        written.get("rope_theta", base) != new["rope_theta"]
+        or is_partial
+        or (is_scaled and not written.config.get("rope_scaling"))
+    ):
+        return f"its rope_theta {new['rope_theta']:g} and scaling stand in rope_parameters only"
     return ""
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kvfold.cli import main as kvfold
+from kvfold.convert.algebra import forward
 from kvfold.convert.algebra.attention import Attention
 from kvfold.convert.families.family import Block
 from kvfold.convert.families.packing import pack, unpack
@@ -23,6 +25,7 @@ from kvfold.convert.towers.text_class import holds_other_classes
 from kvfold.convert.towers.tower import find_tower
 from kvfold.core.errors import InvalidInput
 
+from ...support.folds import attempt
 from ...support.tiny import make
 from ...support.towers import TOWERS, make_multimodal
 
@@ -223,7 +226,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_qk_norm": True},
         "use_qk_norm True; kvfold folds Cohere where it is False",
     ),
-    "clamped": ("olmo", {"clip_qkv": 8.0}, "clip_qkv 8.0; kvfold folds OLMo where it is None"),
     "old decoder": (
         "falcon",
         {"new_decoder_architecture": False},
@@ -240,6 +242,37 @@ def test_variants_that_are_refused(case: str) -> None:
     kind, config, sentence = VARIANTS[case]
     with pytest.raises(InvalidInput, match=sentence):
         family_of({"model_type": kind, **config})
+
+
+@pytest.mark.parametrize("kind", ["olmo", "olmoe"])
+def test_bounded_attention_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    directory = make(tmp_path / kind, kind, **SHAPE, clip_qkv=0.5)
+    source = open_source(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).model
+    input_BTD = torch.randn(1, 9, 64, dtype=torch.float64)
+    angles = model.rotary_emb(input_BTD, torch.arange(9)[None])
+    with torch.no_grad():
+        wanted_BTD, _ = model.layers[0].self_attn(input_BTD, position_embeddings=angles, attention_mask=None)
+    found_BTD = forward.attend(source.attention(0), input_BTD, source.frequencies()[0], source.scoring(0))
+    torch.testing.assert_close(found_BTD, wanted_BTD, atol=1e-5, rtol=1e-5)
+
+
+def test_statistics_of_a_bounded_source_predict_its_loss(tmp_path: Path) -> None:
+    """transformers bounds projections in place, and statistics are of what they were before."""
+    shape = {**SHAPE, "num_key_value_heads": 4}
+    source = make(tmp_path / "source", "olmo", equal_heads=True, **shape, clip_qkv=0.3)
+    code, text = attempt(source, tmp_path / "out", "--to", "mqa", "--verify", "none")
+    assert code == 0, text
+    assert json.loads((tmp_path / "out/kvfold.json").read_text())["predicted_loss"] < 1e-6
+
+
+@pytest.mark.parametrize("container", ["stock", "remote"])
+def test_bounded_queries_have_no_latent_form(container: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "olmo", **SHAPE, clip_qkv=8.0)
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--container", container)
+    assert code == 2
+    assert "clip_qkv 8.0 bounds its queries, keys and values" in text
+    assert "--to gqa" in text
 
 
 def test_exaone_without_a_window_rotates_everywhere(tmp_path: Path) -> None:
