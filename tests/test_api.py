@@ -388,6 +388,15 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
     yield lambda: functions.MLA(kv_budgt=0.5), "unknown name 'kv_budgt' of MLA; did you mean 'kv_budget'?"
 
 
+def test_a_text_that_shows_next_to_nothing_is_named(folded: Folded, work: Path) -> None:
+    (work / "letter.txt").write_text("a" * 4000)
+    calibrated = {"calibration": str(work / "letter.txt"), "sequences": 4, "length": 16, "refine": 0}
+    narrow = kvfold.fold(DEMO, kvfold.MQA(), out=work / "narrow", **calibrated)
+    for notices in (narrow.notices, narrow.record["notices"]):
+        assert sum("moves 1.3 of 128 directions of the first layer's input" in text for text in notices) == 1
+    assert not [text for text in folded.notices if "directions of" in text]
+
+
 def test_the_callers_settings_change_nothing(work: Path) -> None:
     """Neither numbers nor whether it works; they are the caller's again behind the call."""
     few = {"stages.0.tokens": 128, "stages.0.batch_tokens": 64, "device": "cpu"}
