@@ -53,7 +53,10 @@ def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         for name, found in mistakes.items():
             for sentence in notes.get(name, ()):
                 notice(sentence)
-            click.echo(f"{name}: valid" if found is None else f"Error: {found}", err=found is not None)
+            if found is None:
+                show_text(f"{name}: valid")
+            else:
+                click.echo(f"Error: {found}", err=True)
     sys.exit(2 if any(mistakes.values()) else 0)
 
 
@@ -92,7 +95,7 @@ def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_
             which = "one process" if count == 1 else f"each of {count} processes"
             show_table(f"{stage['name']}: memory of {which}, GiB", tuple(memory), [tuple(memory.values())])
     if result["note"]:
-        click.echo(f"Memory and time are not shown: {result['note']}.")
+        show_text(f"Memory and time are not shown: {result['note']}.")
 
 
 STAGE_COLUMNS = ("stage", "mode", "losses", "trains", "steps", "tokens per step", "tokens", "takes at least")
@@ -195,15 +198,9 @@ def main(
 
 
 def _run(recipe: "Recipe", as_json: bool) -> None:
-    from ..core.signals import Interrupted
     from .run.job import distill
 
-    try:
-        result = distill(recipe)
-    except Interrupted as stop:
-        if is_main_process():
-            click.echo(f"Interrupted: {stop}; run the same command again to resume.", err=True)
-        sys.exit(128 + stop.signum)
+    result = distill(recipe)
     if not is_main_process():
         return
     if as_json:
@@ -251,6 +248,6 @@ def _show_plan(recipe: "Recipe", as_json: bool) -> None:
         return
     import yaml
 
-    click.echo(yaml.safe_dump(recipe.resolved(), sort_keys=False), nl=False)
+    show_text(yaml.safe_dump(recipe.resolved(), sort_keys=False))
     rows = [(str(stage["name"]), f"{stage['steps']:,}", f"{stage['tokens']:,}") for stage in stages]
     show_table("Stages", ("stage", "steps", "tokens"), rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.console import PLAIN_INTERVAL, is_shown, report_progress
+from ..core.console import PLAIN_INTERVAL, is_shown, is_terminal, report_progress
 
 Show = Callable[[int, str], None]  # takes the amount done and a note
 _A_MOMENT = 5.0  # seconds; torch's launcher checks its processes ten times per second
@@ -75,7 +75,7 @@ def progress_bar(description: str, total: int, done: int = 0) -> Iterator[Show]:
         yield lambda done, note: None
     elif not is_shown():
         yield lambda done, note: report_progress(description, done, total)
-    elif sys.stderr.isatty():
+    elif is_terminal(sys.stderr):
         from rich.console import Console
         from rich.markup import escape
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -95,7 +95,7 @@ def stage_table(stage: str, steps: int) -> Iterator[ShowStep]:
         yield lambda done, values: None
     elif not is_shown():
         yield lambda done, values: report_progress(stage, done, steps)
-    elif sys.stderr.isatty():
+    elif is_terminal(sys.stderr):
         from rich.console import Console
         from rich.live import Live
 

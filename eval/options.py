@@ -1,6 +1,5 @@
 """`EvalRequest`: everything that a user can ask of an evaluation. It imports nothing heavy, for `--help`."""
 
-import os
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
@@ -8,6 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ..core.cache_dtypes import CacheDtypeName
 from ..core.command_options import Option, option_name
+from ..core.console import processes_in_all
 from ..core.errors import InvalidInput
 from ..core.hub import local_directory
 from ..core.option_types import Names, Place
@@ -93,7 +93,7 @@ class EvalRequest(SuiteSettings, Options):
             if getattr(self, name) is not None and self.device_map != "auto":
                 option = option_name(type(self), name)
                 raise ValueError(f"{option} has no effect without --device-map auto; add that option")
-        if self.device_map == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if self.device_map == "auto" and processes_in_all() > 1:
             raise ValueError(
                 "--device-map auto uses all devices in one process; start kvfold without a launcher"
             )

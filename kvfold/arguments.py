@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from .core.console import calling
+from .core.console import calling, check_launch
 from .core.errors import InvalidInput
 from .core.untrusted import shorten
 
@@ -22,7 +24,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of the Python API.
 
     An unknown keyword argument becomes an `InvalidInput`, and messages give arguments their names in Python:
-    `kv_budget` for `--kv-budget`. A missing argument stays Python's `TypeError`.
+    `kv_budget` for `--kv-budget`. A missing argument stays Python's `TypeError`. The function computes as its
+    command does, whatever the caller has set in torch.
     """
     parameters = dict(inspect.signature(function).parameters)
     parameters.pop("self", None)  # of a method
@@ -45,10 +48,37 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
                 own_names = dict.fromkeys(other for other in known if _ARGUMENTS.get(other) not in parameters)
                 raise InvalidInput(f"unknown name {name!r}; {suggest(name, own_names, _OTHER_NAMES)}")
-        with calling(names=_by_option([*options(), *parameters])):
+        with calling(names=_by_option([*options(), *parameters])), _as_in_a_command():
+            check_launch()
             return function(*args, **given)
 
     return call
+
+
+@contextmanager
+def _as_in_a_command() -> Iterator[None]:
+    """Set what torch and numpy have set when a command begins, for the duration."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:  # then its user has set nothing either
+        yield
+        return
+    import numpy as np
+
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    with ExitStack() as stack:
+        stack.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        torch.set_float32_matmul_precision("highest")
+        yield
 
 
 def _by_option(names: Sequence[str]) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .core.console import Command, show_json, show_table
+from .core.console import Command, show_json, show_table, show_text
 from .core.errors import InvalidInput
 from .core.signals import Interrupted
 from .core.units import parse_tokens
@@ -76,7 +76,7 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         show_json({"seconds": seconds, "out": str(work), **measured})
         return
     _show(results, text_hash)
-    click.echo(f"Checkpoints are in {work}; {seconds} s.\n{_conclusion(results['mla, distilled'])}")
+    show_text(f"Checkpoints are in {work}; {seconds} s.\n{_conclusion(results['mla, distilled'])}")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The Python API: what `import kvfold` offers, its results, its mistakes, and that it prints nothing."""
 
 import doctest
+import hashlib
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -384,6 +386,64 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
     yield lambda: functions.MQA(2), "MQA takes values by name; write MQA()"
     yield lambda: functions.MQA(kv_heads=1), "unknown name 'kv_heads' of MQA; it takes none"
     yield lambda: functions.MLA(kv_budgt=0.5), "unknown name 'kv_budgt' of MLA; did you mean 'kv_budget'?"
+
+
+def test_a_text_that_shows_next_to_nothing_is_named(folded: Folded, work: Path) -> None:
+    (work / "letter.txt").write_text("a" * 4000)
+    calibrated = {"calibration": str(work / "letter.txt"), "sequences": 4, "length": 16, "refine": 0}
+    narrow = kvfold.fold(DEMO, kvfold.MQA(), out=work / "narrow", **calibrated)
+    for notices in (narrow.notices, narrow.record["notices"]):
+        assert sum("moves 1.3 of 128 directions of the first layer's input" in text for text in notices) == 1
+    assert not [text for text in folded.notices if "directions of" in text]
+
+
+def test_the_callers_settings_change_nothing(work: Path) -> None:
+    """Neither numbers nor whether it works; they are the caller's again behind the call."""
+    few = {"stages.0.tokens": 128, "stages.0.batch_tokens": 64, "device": "cpu"}
+
+    def bits(name: str) -> list[str]:
+        kvfold.fold(DEMO, kvfold.MLA(kv_budget="25%"), out=work / name, sequences=4, length=16, refine=2)
+        run = kvfold.train(work / name, settings=few)
+        found = kvfold.evaluate(run.directory, text="stdlib", window=64, max_windows=2)
+        assert kvfold.verify(run.directory).failures == []
+        weights = [path / "model.safetensors" for path in (work / name, run.directory)]
+        return [*(hashlib.sha256(file.read_bytes()).hexdigest() for file in weights), str(found["kl.mean"])]
+
+    def settings() -> list[Any]:
+        autocast, precision = torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()
+        dtypes = torch.get_default_dtype(), torch.empty(0).device.type
+        return [dtypes, autocast, precision, torch.is_inference_mode_enabled(), np.geterr()]
+
+    plain = bits("plain")
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with (
+            torch.device("meta"),
+            torch.autocast("cpu"),
+            torch.inference_mode(),
+            np.errstate(all="raise"),
+        ):
+            before = settings()
+            assert bits("set") == plain
+            assert settings() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=len, flush=lambda: None)])
+def test_a_stderr_that_is_no_file(stream: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    name = f"of-{type(stream).__name__}"
+    folded = kvfold.fold(DEMO, kvfold.MQA(), out=work / name, sequences=4, length=16, refine=0)
+    assert folded.load().num_parameters() > 0
+
+
+def test_half_of_a_launchers_variables(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(kvfold.InvalidInput, match=r"^RANK=1 in the environment, but no WORLD_SIZE; "):
+        kvfold.fold(DEMO, kvfold.MQA(), out=work / "ranked", calibration="none")
 
 
 def test_mistakes_are_one_sentence(work: Path, capfd: pytest.CaptureFixture[str]) -> None:

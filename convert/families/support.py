@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import click
 
-from ...core.console import Command, show_json, show_table
+from ...core.console import Command, show_json, show_table, show_text
 from .family import Block, Family
 from .hosts import HOSTS
 from .recognition import as_causal, intact_reason, is_multimodal, never_latent, stock_reasons
@@ -159,14 +159,14 @@ def main(as_json: bool, every: bool) -> None:
         return
     rows = [(FAMILIES[kind].label, kind, *line) for kind, row in table.items() for line in _lines(row)]
     show_table("what can be folded to what", ("family", "", "", "", ""), rows)
-    click.echo(
+    show_text(
         "MLA needs rotary frequencies that do not depend on the length, and no window below "
         "max_position_embeddings."
     )
     from ...checkpoints.quantised.schemes import SCHEMES  # which imports torch
 
     read = "; ".join(f"{method}: {scheme.reads}" for method, scheme in SCHEMES.items())
-    click.echo(f"Quantised sources are read, and all but their attention keeps its bytes. {read}.")
+    show_text(f"Quantised sources are read, and all but their attention keeps its bytes. {read}.")
 
 
 def whole_classes() -> dict[str, tuple[str | None, tuple[str, ...], str]]:
@@ -235,7 +235,7 @@ def _show_every(as_json: bool) -> None:
     ]
     columns = ("model_type", "text tower", "folded in its place to", "tested")
     show_table("multimodal models of transformers", columns, rows)
-    click.echo(
+    show_text(
         "any: text_config names the text tower, which can become what its family can, as mla in the stock "
         "class. Rows say what the configuration of a class allows; of tested classes, tests run folds with "
         "images. With --text-only a tower is written alone, and takes every target of its family."

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
 from ...checkpoints.identity import check_unchanged
@@ -27,6 +29,10 @@ from ..families.source import Source
 from ..methods.table import OWN, check_calibrated, reads_statistics
 from ..request import FoldRequest
 from .settle import settle
+
+# Directions that a text moves at least. One letter moves one, prose as single letters 17, prose in the tokens
+# of usual vocabularies hundreds.
+_NARROW = 8
 
 
 def prepare(
@@ -85,7 +91,12 @@ def prepare(
             with decomposing("the statistics"):
                 plan = settle(make_draft(source or directory, request, statistics))
         plan = replace(plan, request=asked)
-    told += [*_statistics_notices(request, plan), *_context_notices(plan), *_source_notices(plan)]
+    told += [
+        *_statistics_notices(request, plan),
+        *_narrow_text(plan),
+        *_context_notices(plan),
+        *_source_notices(plan),
+    ]
     return replace(plan, notices=(*plan.notices, *told))
 
 
@@ -172,6 +183,26 @@ def _statistics_notices(request: FoldRequest, plan: Plan) -> list[str]:
     return [
         f"{options} {verb} no effect: the statistics in {request.calibration} are of "
         f"{found['sequences']} sequences of {length} tokens by seed {statistics.seed}"
+    ]
+
+
+def _narrow_text(plan: Plan) -> list[str]:
+    """Return a sentence where the text repeats so few tokens that it shows next to nothing of the model.
+
+    The first layer's inputs are one direction per token. So their number, each weighted by how often it is
+    read (the exponential of the entropy of the counts), is how many directions the text moves.
+    """
+    if plan.statistics is None or plan.statistics.ids_BT is None:
+        return []
+    counts = plan.statistics.ids_BT.unique(return_counts=True)[1].double()
+    moved = torch.special.entr(counts / counts.sum()).sum().exp().item()
+    if moved >= min(_NARROW, plan.source.config["vocab_size"] / 16):  # some languages have few letters
+        return []
+    return [
+        f"the calibration text moves {moved:.1f} of {plan.source.geometry.hidden_size} directions of the "
+        f"first layer's input, since it has {len(counts)} different tokens: the predicted loss holds for "
+        "such text only, and other text may lose far more; use --calibration FILE with varied text, or "
+        "--calibration none"
     ]
 
 

@@ -36,19 +36,18 @@ _REFUSALS = 64  # conversations that a template may refuse before it has taken o
 
 
 class Refused(InvalidInput):
-    """The template does not render this conversation; it may render others."""
+    """A row that cannot be trained on: no conversation, or one that the template does not render."""
 
 
 def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int) -> Pieces:
     """Yield the conversations of a source with a `messages_field`, in windows with `packing: documents`.
 
     A conversation that is longer than a window is cut. Conversations without a word of the assistant's, and
-    those that the template refuses, are left out; when the generator is closed, a notice reports how many.
+    rows that are `Refused`, are left out; when the generator is closed, a notice reports how many.
     `vocabulary` is the number of token ids that the student has an embedding for.
 
     Raises:
-        InvalidInput: there is no chat template, the field holds no conversations, or the template renders
-            none of them.
+        InvalidInput: there is no chat template, or every row is refused.
     """
     check_template(tokenizer)
     read = _Read()
@@ -85,8 +84,8 @@ class _Read:
     spoken: int = 0  # trained on
     cut: int = 0  # longer than a window
     silent: int = 0  # left out, since they have no word of the assistant's
-    refused: int = 0  # left out, since the template does not render them
-    refusal: Refused | None = None  # the template's first
+    refused: int = 0  # left out, since they are no conversations or the template does not render them
+    refusal: Refused | None = None  # the first
 
 
 def _conversations(source: TextSource, data: Data, tokenizer: Any, read: _Read) -> Iterator[Piece]:
@@ -147,8 +146,9 @@ def messages_of(value: Any, source: TextSource) -> list[dict[str, Any]]:
     """Return a conversation from either form of data sets: a list of messages, or one mapping of lists.
 
     Raises:
-        InvalidInput: it is neither.
+        Refused: it is neither.
     """
+    given = value
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
         is_even = len({len(column) for column in value.values()}) == 1
         rows = zip(*value.values(), strict=True) if is_even else ()
@@ -156,9 +156,9 @@ def messages_of(value: Any, source: TextSource) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     ):
-        raise InvalidInput(
-            f"data.source {source.source}: the field {source.messages_field!r} holds no conversations, "
-            "which are lists of {role, content}"
+        raise Refused(
+            f"data.source {source.source}: a row's {source.messages_field!r} is "
+            f"{shorten(repr(given), 120, placeholder=' ...')}; it should be a list of {{role, content}}"
         )
     return [{key: content for key, content in message.items() if content is not None} for message in value]
 
@@ -167,8 +167,8 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> P
     """Return a conversation of `{role, content, ...}` as a piece; `name` is its source's, for errors.
 
     Raises:
-        Refused: the template cannot render the conversation; names it.
-        InvalidInput: the template renders a turn differently once others follow; names the turn.
+        Refused: the template cannot render the conversation, or renders a turn differently once others
+            follow; names it.
     """
     if not messages:
         return Piece(np.empty(0, np.int32), np.empty(0, np.uint8))
@@ -186,7 +186,7 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> P
             for start, end in turns:
                 is_spoken[start:end] = True
             spoken = is_spoken[[start for start, _ in encoded["offset_mapping"]]]
-    except InvalidInput:
+    except Refused:
         raise
     except _FAILURES as error:
         reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
@@ -215,7 +215,7 @@ def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[s
         if message["role"] == "assistant":
             before, after = opening(index), render(messages[: index + 1], False)
             if not (whole.startswith(before) and whole.startswith(after)):
-                raise InvalidInput(
+                raise Refused(
                     f"the chat template renders message {index + 1} of {_named(messages, name)} "
                     "differently when others follow or when it prompts for it, so the assistant's words "
                     "cannot be found; use a template that marks them with {% generation %}"

@@ -67,18 +67,19 @@ def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], l
         sample = take_sample(source)
         if sample is None or student is None:
             continue
-        try:
-            ids = np.concatenate(
-                [*_tokenise(sample.values, source, data, student.tokenizer), np.empty(0, np.int32)]
-            )
-        except Refused as refusal:  # of all of them; a run reads others too, if there are any
-            if sample.share == 1:
-                raise
+        refusals: list[Refused] = []
+        parts = list(_tokenise(sample.values, source, data, student.tokenizer, refusals))
+        ids = np.concatenate([*parts, np.empty(0, np.int32)])
+        if refusals:
+            if not parts and sample.share == 1:
+                raise refusals[0]
+            count = len(refusals) if parts else "all"
             sentences.append(
-                f"data.source {source.source}: none of the first {len(sample.values)} conversations can be "
-                f"trained on: {refusal}"
+                f"data.source {source.source}: {count} of the first {len(sample.values)} conversations "
+                f"cannot be trained on and are left out: {refusals[0]}"
             )
-            continue
+            if not parts:  # others may be read
+                continue
         check_ids(ids, student.tokenizer, student.vocabulary, f"data.source {source.source}")
         tokens.append(ids)
         wanted = windows * data.seq_len
@@ -164,19 +165,16 @@ def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float |
 
 
 def _tokenise(
-    values: list[Any], source: TextSource, data: Data, tokenizer: Any
+    values: list[Any], source: TextSource, data: Data, tokenizer: Any, refusals: list[Refused]
 ) -> Iterator[NDArray[np.int32]]:
-    """Yield the token ids of each document, as a run would read it."""
+    """Yield the token ids of each document, as a run would read it; refused conversations are appended."""
     if source.messages_field:
         check_template(tokenizer)
-        refusals = []
         for value in values:
             try:
                 yield conversation(messages_of(value, source), tokenizer, source.source).ids
             except Refused as refusal:
                 refusals.append(refusal)
-        if refusals and len(refusals) == len(values):
-            raise refusals[0]
         return
     around = ends(tokenizer, data.packing)
     for parts in read_ids(tokenizer, values):

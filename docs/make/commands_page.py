@@ -13,7 +13,7 @@ from .markdown import code, table, text
 INTRODUCTION = """# Commands
 
 Every command has `--help`, and most have `--json` for scripts. Exit codes: 0 done, 2 a mistake in what was
-given (one sentence says which value and what would be right), 3 a check or a bound does not hold, 130 or
+given (one sentence says which value and what would be right), 3 a check or a bound does not hold, 129, 130 or
 143 stopped by a signal (the same command resumes).
 """
 

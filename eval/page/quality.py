@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKERS = {"gqa": "s", "mqa": "^", "mla": "o"}  # by the target of the fold
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in the dtypes of checkpoints
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number in the dtypes of checkpoints
 _WIDE = 2.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 
 

@@ -30,6 +30,7 @@ from .disk import disk_error, disk_sentence, writing_errors
 from .errors import InvalidInput, bounded, naming, renamed
 from .grid import WIDTH, Grid
 from .memory import enough_memory
+from .signals import Interrupted, interruptible
 from .units import seconds_left
 from .untrusted import printable, shorten
 from .waiting import wait_passively_if_busy
@@ -44,6 +45,8 @@ _LIBRARIES = {
     "transformers", "tokenizers", "sentencepiece", "safetensors", "huggingface_hub", "accelerate", "datasets",
     "pyarrow", "jinja2", "lm_eval", "yaml",
 }  # fmt: skip
+# What a launcher tells its processes; torch joins them by the address.
+_LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PASSED_TO = {*sys.stdlib_module_names, "torch", "numpy", ""}
 PLAIN_INTERVAL = 10.0  # seconds between progress lines where there is no terminal
 
@@ -53,19 +56,62 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def processes_in_all() -> int:
+    """Return how many processes the launcher started; 1 without one."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    return int(count) if count.isdecimal() else 1
+
+
+def check_launch() -> None:
+    """Refuse a launcher's environment variables of which some are missing or contradict each other.
+
+    Raises:
+        InvalidInput: names one of them.
+    """
+    given = {name: os.environ.get(name) for name in _LAUNCH}
+    is_launched = given["WORLD_SIZE"] not in (None, "1") or given["RANK"] not in (None, "0")
+    is_launched |= given["LOCAL_RANK"] is not None
+    if not is_launched:  # an address alone may be that of something else
+        return
+    advice = "start it with accelerate launch, or unset RANK, LOCAL_RANK and WORLD_SIZE"
+    for name, value in given.items():
+        if value is None:
+            others = ", ".join(f"{other}={set_to}" for other, set_to in given.items() if set_to is not None)
+            raise InvalidInput(f"{others} in the environment, but no {name}; {advice}")
+        if name != "MASTER_ADDR" and not value.isdecimal():
+            raise InvalidInput(
+                f"{name} is {shorten(value)} in the environment; it should be a number: {advice}"
+            )
+    if int(given["RANK"] or 0) >= int(given["WORLD_SIZE"] or 1):
+        raise InvalidInput(
+            f"RANK={given['RANK']} in the environment is not below WORLD_SIZE={given['WORLD_SIZE']}; {advice}"
+        )
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; a caller of the library may have put anything in its place."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # None, an object that only writes, or a closed file
+        return False
+
+
 class _Refusal(click.ClickException):
     exit_code = 2
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Let click's mistakes in the block, such as an unknown option, end as one line in place of four.
+    """Let mistakes in the block end as one line: kvfold's, and click's, such as an unknown option.
 
     Raises:
-        click.ClickException: with click's sentence, the command whose --help has more, and exit code 2.
+        click.ClickException: with the sentence and exit code 2. Click's sentence, which is one of four lines,
+            names the command whose --help has more.
     """
     try:
         yield
+    except InvalidInput as mistake:
+        raise _Refusal(printable(str(mistake))) from None
     except click.exceptions.NoArgsIsHelpError:
         raise
     except click.UsageError as mistake:
@@ -109,6 +155,7 @@ class Command(click.Command):
         ctx.allow_extra_args = allowed
         if ctx.resilient_parsing:
             return extra
+        check_launch()
         # Of an option that is given twice click takes the last, as scripts expect; a list is not dropped.
         *_, given = self.make_parser(ctx).parse_args(list(args))
         for part in given:
@@ -131,14 +178,13 @@ class Command(click.Command):
             sys.stdout.reconfigure(errors="backslashreplace")
         wait_passively_if_busy()
         try:
-            with refusing(), showing(), explaining():
+            with interruptible([]), refusing(), showing(), explaining():
                 return super().invoke(ctx)
-        except InvalidInput as mistake:
-            raise _Refusal(printable(str(mistake))) from None
-        except KeyboardInterrupt:  # click would print "Aborted!" and exit with 1
+        except (Interrupted, KeyboardInterrupt) as stop:  # of the latter click would print "Aborted!"
             if is_first():
-                click.echo("Interrupted: stopped by SIGINT; run the same command again.", err=True)
-            sys.exit(128 + signal.SIGINT)
+                told = stop if isinstance(stop, Interrupted) else "stopped by SIGINT"
+                click.echo(f"Interrupted: {told}; run the same command again.", err=True)
+            sys.exit(128 + getattr(stop, "signum", signal.SIGINT))
         except _Refusal:
             raise
         except click.ClickException as mistake:  # a check that fails, which may name a file
@@ -214,7 +260,7 @@ def run_as_process(command: click.Command) -> None:
     try:
         command()
     except SystemExit as stop:
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1 and (stop.code is None or isinstance(stop.code, int)):
+        if processes_in_all() > 1 and (stop.code is None or isinstance(stop.code, int)):
             leave(stop.code or 0)
         raise
 
@@ -248,7 +294,7 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
     if not is_first() or not is_shown():
         yield from reported
         return
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         from .progress_bar import shown_in_bar
 
         yield from shown_in_bar(reported, description, total, at_once)
@@ -382,18 +428,40 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     from rich.console import Console
 
     # A pipe has no width: never wrap there, so that the lines can be read by grep.
-    width = None if sys.stdout.isatty() else WIDTH
-    Console(width=width).print(Grid(title, columns, list(rows)))
+    width = None if is_terminal(sys.stdout) else WIDTH
+    with _printing():
+        Console(width=width).print(Grid(title, columns, list(rows)))
 
 
 def show_json(value: Any) -> None:
     """Print exactly one JSON object to stdout."""
-    click.echo(json.dumps(value, indent=2, sort_keys=False))
+    with _printing():
+        click.echo(json.dumps(value, indent=2, sort_keys=False))
 
 
 def show_text(text: str) -> None:
     """Print lines to stdout; of names in them, control characters are printed as escapes."""
-    click.echo("\n".join(map(printable, text.splitlines())))
+    with _printing():
+        click.echo("\n".join(map(printable, text.splitlines())))
+
+
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Turn errors of stdout, such as a full disk behind it, into one sentence.
+
+    Raises:
+        InvalidInput: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # its reader has read enough; click ends the command
+            raise
+        # Python would write the rest when it ends, and fail again.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise InvalidInput(
+            f"standard output cannot be written: {error.strerror}; what the command does besides is done"
+        ) from None
 
 
 def notice(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .console import Command, is_first
+from .console import Command, is_first, processes_in_all
 from .errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def processes() -> Iterator[None]:
     Rank 0's exit code becomes the exit code of all, and only rank 0 reports why. Without a launcher nothing
     happens.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if processes_in_all() < 2:
         yield
         return
     import torch

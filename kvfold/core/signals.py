@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT during long work.
+"""SIGTERM, SIGHUP and SIGINT during long work.
 
 They end it at once where nothing would be lost, and otherwise after the step at work.
 """
@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# SIGHUP, which a closed terminal sends, is unknown to Windows.
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 
 
 class Interrupted(BaseException):
-    """SIGTERM or SIGINT arrived. What was saved is kept, and the same request resumes from there.
+    """One of these signals arrived. What was saved is kept, and the same request resumes from there.
 
     It is not an `Exception`, like KeyboardInterrupt: it may be raised inside any library, which must not take
     it for a failure.
@@ -75,7 +76,9 @@ def ignored() -> Iterator[None]:
 
 
 def _handlers() -> dict[int, Any]:
-    return {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    """Return the handlers of signals, apart from those that this process is to ignore, as under nohup."""
+    found = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    return {signum: handler for signum, handler in found.items() if handler not in (signal.SIG_IGN, None)}
 
 
 @contextmanager

@@ -344,7 +344,8 @@ def claimed(
     """Claim a working directory: one run is at work in it at a time.
 
     Once the result has its final name, the end removes the directory. So does an error that a rerun would
-    meet again, unless there is work to keep. Anything else that ends the run leaves it, to resume from.
+    meet again, unless there is work to keep. Anything else that ends the run leaves it to resume from, unless
+    nothing is finished.
 
     Args:
         path: the directory, which must be missing, or of an earlier run of the same user and kind.
@@ -384,14 +385,16 @@ def claimed(
                     raise
                 kept = "what was finished is kept" if keeps(work) else ""
                 raise InvalidInput(disk_sentence(found, kept=kept)) from None
-        except InvalidInput as error:
-            if work.keeps_all or keeps(work):
+        except BaseException as error:
+            is_mistake = isinstance(error, InvalidInput)
+            is_begun = bool(work.units) or any(name.startswith("journal") for name in work._others())
+            if work.keeps_all or keeps(work) or (is_begun and not is_mistake):
                 raise
             left = ", ".join(place.name for place in work.discard())
             for place in missing:
                 with suppress(OSError):
                     place.rmdir()
-            if left:
+            if left and is_mistake:
                 raise InvalidInput(f"{error}; {left} in {path} was left in place") from None
             raise
         if work.is_finished:

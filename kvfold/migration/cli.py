@@ -1,7 +1,6 @@
 """The command `kvfold migrate`. It imports nothing heavy, since `--help` goes through it."""
 
 import shlex
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,16 +42,10 @@ def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: An
     if dry_run:
         _show_plan(asked, as_json)
         return
-    from ..core.signals import Interrupted, interruptible
     from ..eval.assertions import Unmet
     from .steps import migrate
 
-    try:
-        with interruptible([]):
-            report = migrate(asked)
-    except Interrupted as stop:
-        click.echo(f"Interrupted: {stop}; run the same command again to resume.", err=True)
-        sys.exit(128 + stop.signum)
+    report = migrate(asked)
     if as_json:
         show_json(report)
     else:

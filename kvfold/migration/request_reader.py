@@ -1,7 +1,6 @@
 """The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from ..convert.families.source import Source, open_source
 from ..convert.request import FoldRequest, fold_request
 from ..convert.settle.settle import make_plan
 from ..core.command_options import words_of
-from ..core.console import notice
+from ..core.console import notice, processes_in_all
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
 from ..core.units import read_share, show_percent, show_trained
@@ -103,7 +102,7 @@ def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Mi
     Raises:
         InvalidInput: names the option that cannot be used.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if processes_in_all() > 1:
         raise InvalidInput("kvfold migrate runs in one process; start it without a launcher")
     bound = read_bound(asked.until)
     directory = resolve(asked.model)

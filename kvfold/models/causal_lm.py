@@ -16,6 +16,7 @@ from ..checkpoints.directory import SIDE_FILES, TOKENIZER_FILES, check_safetenso
 from ..checkpoints.other_forms import without_config
 from ..checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, is_quantised
 from ..checkpoints.side_files import check_readable
+from ..core.console import is_terminal
 from ..core.errors import InvalidInput
 from ..core.untrusted import printable, shorten
 from .dequantised import from_tensors, without_quantisation
@@ -89,7 +90,7 @@ def load(directory: Path, options: LoadOptions, *, multimodal: bool = False) -> 
     model = _read_weights(
         loader,
         directory,
-        hide_progress=not sys.stderr.isatty(),
+        hide_progress=not is_terminal(sys.stderr),
         trust_remote_code=trusted,
         **_placement(options),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.command_options import read_options, takes
-from ..core.console import Command, notice, show_json, show_table
+from ..core.console import Command, notice, show_json, show_table, show_text
 from .request import PlanRequest
 
 if TYPE_CHECKING:
@@ -67,4 +67,4 @@ def _show(found: "Candidates", *, every: bool) -> None:
         show_table("predicted loss against cache", ("", "", "cache", found.loss_heading), lines)
     if found.report["unchanged"] and found.report["unchanged"]["fits"]:
         notice("the source itself fits")
-    click.echo(found.advice)
+    show_text(found.advice)

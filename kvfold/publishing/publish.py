@@ -220,18 +220,18 @@ def main(as_json: bool, **options: Any) -> None:
             f"files{removed}"
         )
         if found.left_out:
-            click.echo(f"Left out: {', '.join(map(printable, found.left_out))}")
+            show_text(f"Left out: {', '.join(found.left_out)}")
 
 
 def _show(found: Published, private: bool) -> None:
-    click.echo("\n".join(map(printable, found.card.expandtabs().splitlines())))
+    show_text(found.card.expandtabs())
     rows = [(name, f"{size:,}") for name, size in found.files.items()]
     show_table(f"{found.repository} (dry run)", ("file", "bytes"), rows)
     if found.left_out:
         show_table("Left out", ("file", ""), list(found.left_out.items()))
     kind = "private repository" if private else "repository"
     size = sum(found.files.values()) / 1e6
-    click.echo(
+    show_text(
         f"{len(rows)} files, {size:,.1f} MB, in one commit to {found.repository}; the {kind} is "
         f"created if it does not exist"
     )

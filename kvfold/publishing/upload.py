@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from ..core.console import is_terminal
 from ..core.errors import InvalidInput
 from ..core.files import link_or_copy
 from ..core.hub import plain_reason
@@ -52,7 +53,7 @@ def publish(publication: Publication) -> Upload:
     from huggingface_hub.utils import disable_progress_bars
 
     api, repository = HfApi(), publication.repository
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         disable_progress_bars()  # they would print many lines
     with _failures(publication), TemporaryDirectory(prefix="kvfold-") as place:
         api.whoami()

@@ -176,6 +176,85 @@ def test_ctrl_c_says_how_to_resume_and_exits_as_a_shell_expects() -> None:
     assert done.stderr == "Interrupted: stopped by SIGINT; run the same command again.\n"
 
 
+STOPPED = """
+import click, os, signal
+from pathlib import Path
+from kvfold.core.console import Command
+from kvfold.core.work import claimed
+
+@click.command(cls=Command)
+@click.argument("signum", type=int)
+@click.argument("place", type=Path)
+def main(signum, place):
+    with claimed(place, "work") as work:
+        work.begin({})
+        os.kill(os.getpid(), signum)
+        print("not stopped")
+
+main()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_end_every_command_with_one_sentence_and_no_leftovers(signum: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", STOPPED, str(int(signum)), str(tmp_path / "work")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    told = f"Interrupted: stopped by {signal.Signals(signum).name}; what was saved is kept; run the same"
+    assert (done.returncode, done.stdout) == (128 + signum, ""), done.stderr
+    assert done.stderr == f"{told} command again.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As nohup has it."""
+    words = [sys.executable, "-c", STOPPED, str(int(signal.SIGHUP)), str(tmp_path / "work")]
+    done = subprocess.run(["nohup", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "not stopped\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", ["families --json", "families"])
+def test_a_full_stdout_is_named(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvfold", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == (
+        "Error: standard output cannot be written: No space left on device; what the command does besides is "
+        "done\n"
+    )
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "1"}, "RANK=1 in the environment, but no WORLD_SIZE; start it with accelerate launch, or"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, but no RANK; "),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment; it should be a number: start"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 in the environment, but no WORLD_SIZE; "),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+            "WORLD_SIZE=2, RANK=0, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1 in the environment, but no MASTER_PORT",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
+            "RANK=2 in the environment is not below WORLD_SIZE=2; start",
+        ),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
+    ],
+)
+@pytest.mark.parametrize("words", ["families --json", "convert a --to mqa", "distill a", "eval a"])
+def test_half_of_a_launchers_variables_is_one_sentence(
+    words: str, variables: dict[str, str], sentence: str | None
+) -> None:
+    done = CliRunner(env=variables).invoke(kvfold, words.split())
+    if sentence is None:
+        assert "in the environment" not in done.stderr
+        return
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith(f"Error: {sentence}")
+
+
 def test_help_is_shown_where_a_list_is_given_twice() -> None:
     done = CliRunner().invoke(
         kvfold, ["eval", "recipes/demo", "--suite", "ppl", "--suite", "cache", "--help"]

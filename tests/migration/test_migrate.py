@@ -20,6 +20,7 @@ from kvfold.distill.stages.state import newest
 from kvfold.migration import steps
 from kvfold.migration.request_reader import read_bound
 
+from ..support.distillation import as_launched
 from ..support.migrations import DEMO, arguments, interrupt, invoke, unproven
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
@@ -371,6 +372,6 @@ def test_a_migration_with_the_batches_of_an_earlier_version_is_resumed(
 
 
 def test_several_processes_are_refused(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_launched(monkeypatch)
     done = invoke(arguments(texts, tmp_path / "out"))
     assert (done.exit_code, "runs in one process" in done.stderr) == (2, True)

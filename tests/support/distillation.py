@@ -25,6 +25,13 @@ from .tokenizers import save_tokenizer
 from .warm_python import warm_python
 
 
+def as_launched(monkeypatch: pytest.MonkeyPatch, rank: str = "0", count: str = "2") -> None:
+    """Set what a launcher tells a process."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
+    for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def weights(directory: str | Path) -> dict[str, Tensor]:
     """Read the weights of an output."""
     tensors: dict[str, Tensor] = load_file(Path(directory) / "model.safetensors")

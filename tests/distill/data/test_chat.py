@@ -94,6 +94,30 @@ def test_conversations_that_a_template_refuses_are_left_out(
     assert len(seen) < 100
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        "text",
+        [{"from": "human", "value": "q"}],
+        [{"role": None, "content": "q"}],
+        {"role": ["user"], "content": ["a", "b"]},
+        say("q", "a", "q", "a"),  # rendered differently once others follow
+    ],
+)
+def test_one_unusable_row_does_not_end_a_run(
+    row: Any, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer.chat_template = FORGETFUL
+    rows = [say("q", "a")] * 200
+    rows.insert(150, row)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
+    data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)
+    write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10**4, vocabulary=258)
+    assert "a.jsonl: conversations left out: " in caplog.text
+    assert ": 1 of 201 read" in caplog.text
+    assert open_windows(tmp_path / "tokens.bin", data).scored(range(3)) > 0
+
+
 def test_padding_is_a_token_that_the_student_has(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = PLAIN
     (tmp_path / "a.jsonl").write_text(json.dumps({"talk": say("q" * 9, "a" * 9)}) + "\n")
@@ -214,9 +238,9 @@ def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
             talks,
             "cannot render the conversation .*recursion",
         ),
-        (PLAIN, [{"role": ["user"], "content": ["a", "b"]}], "holds no conversations"),
-        (PLAIN, ["text"], "the field 'talk' holds no conversations, which are lists of {role, content}"),
-        (PLAIN, [[{"from": "human", "value": "q"}]], "holds no conversations"),
+        (PLAIN, [{"role": ["user"], "content": ["a", "b"]}], "it should be a list of {role, content}"),
+        (PLAIN, ["text"], "a row's 'talk' is 'text'; it should be a list of {role, content}"),
+        (PLAIN, [[{"from": "human", "value": "q"}]], "it should be a list of {role, content}"),
         (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of the assistant's"),
     ):
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))

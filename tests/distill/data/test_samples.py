@@ -77,7 +77,7 @@ def test_conversations_are_rendered(make_recipe: MakeRecipe, student: Path, tmp_
     assert check(recipe, tmp_path).exit_code == 0
     data.write_text(json.dumps({"messages": [{"speaker": "user", "content": "hello"}]}) + "\n")
     result = check(recipe, tmp_path)
-    assert (result.exit_code, "the field 'messages' holds no conversations" in result.stderr) == (2, True)
+    assert (result.exit_code, "it should be a list of {role, content}" in result.stderr) == (2, True)
 
 
 def test_conversations_that_a_template_refuses_may_be_the_first(
@@ -97,7 +97,14 @@ def test_conversations_that_a_template_refuses_may_be_the_first(
     assert (result.exit_code, "no system role" in result.stderr) == (2, True)
     data.write_text(bad * 2000 + (json.dumps({"messages": good}) + "\n") * 2000)
     result = check(recipe, tmp_path)
-    assert (result.exit_code, "conversations can be trained on" in result.stderr) == (0, True), result.output
+    assert result.exit_code == 0, result.output
+    assert "all of the first 64 conversations cannot be trained on and are left out" in result.stderr
+    row = json.dumps({"messages": good}) + "\n"
+    data.write_text(row * 9 + json.dumps({"messages": "no conversation"}) + "\n" + row * 591)
+    result = check(recipe, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "1 of the first 64 conversations cannot be trained on and are left out" in result.stderr
+    assert "a row's 'messages' is 'no conversation'; it should be a list of {role, content}" in result.stderr
 
 
 def test_a_token_that_the_student_lacks_is_told(

@@ -14,7 +14,7 @@ from kvfold.distill.parallel import launch
 from kvfold.distill.parallel.accelerator import check_launcher
 from kvfold.distill.recipe.recipe import Profile
 
-from ...support.distillation import command, refuses, write_recipe
+from ...support.distillation import as_launched, command, refuses, write_recipe
 from ..conftest import MakeRecipe
 
 LAUNCHED = ("ddp", "fsdp2", "zero2", "zero3", "multinode")
@@ -79,7 +79,7 @@ def test_the_recipe_can_name_the_profile(file: Path, executed: list[Any]) -> Non
 def test_what_is_launched_already_is_not_launched_again(
     file: Path, executed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    as_launched(monkeypatch)
     monkeypatch.setattr(cli, "_run", lambda recipe, as_json: None)
     assert command(file, "--profile", "ddp").exit_code == 0
     assert executed == []
@@ -137,7 +137,7 @@ def test_what_was_launched_is_what_was_asked_for(
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     assert refuses("started 1 processes, but --num_processes asks for 2", file)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_launched(monkeypatch)
     assert refuses("the profile fsdp2 divides models among the processes, but", file)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert command(file).exit_code == 0

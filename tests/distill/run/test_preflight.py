@@ -19,7 +19,7 @@ from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 from kvfold.distill.run.preflight import check_stages
 
-from ...support.distillation import another, command, refuses, write_recipe
+from ...support.distillation import another, as_launched, command, refuses, write_recipe
 from ...support.warm_python import warm_python
 from ..conftest import MakeRecipe
 
@@ -228,6 +228,16 @@ def test_another_process_tells_its_mistake_a_moment_later(
     waited: list[float] = []
     monkeypatch.setattr(display.time, "sleep", waited.append)
     for rank, moments in (("0", 0), ("1", 1)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
+        as_launched(monkeypatch, rank)
         assert refuses(DEEPER, file)
         assert len(waited) == moments
+
+
+def test_a_held_out_text_of_too_long_a_name_leaves_nothing(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    name = "a" * 300
+    file = write_recipe(make_recipe(evaluate={"source": name, "every": 1}), tmp_path / "recipe.yaml")
+    before = set(tmp_path.iterdir())
+    done = command(file)
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].endswith(": File name too long")
+    assert set(tmp_path.iterdir()) == before
