@@ -26,7 +26,7 @@ from kvfold.engines.rules.output_kinds import (
 )
 from kvfold.engines.rules.rule_types import FAILING, Written, open_written
 
-from ..support.folds import WEIGHTS, WIDE, attempt
+from ..support.folds import QUICK, WIDE, attempt
 from ..support.tiny import make
 
 
@@ -79,7 +79,7 @@ BY_ANOTHER_RULE = {("stock other widths", "llama.cpp")}
 def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
     """The table says `no` exactly of outputs that the plan and the written files are refused for."""
     source = make(tmp_path / "source", **WIDE)
-    options = ("--to", "mla", *WEIGHTS, *GRID[kind])
+    options = ("--to", "mla", *QUICK, *GRID[kind])
     assert attempt(source, tmp_path / "out", *options)[0] == 0
     assert open_written(tmp_path / "out").output == kind
     asked = dict(zip(options[::2], options[1::2], strict=True))
@@ -100,7 +100,7 @@ def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
 def test_a_fold_for_no_engine_says_which_engines_run_it(tmp_path: Path) -> None:
     source = make(tmp_path / "source", **WIDE)
     code, text = attempt(source, tmp_path / "out", "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform",
-                         "--rope", "decoupled", "--container", "stock", *WEIGHTS)  # fmt: skip
+                         "--rope", "decoupled", "--container", "stock", *QUICK)  # fmt: skip
     assert code == 0, text
     told = next(line for line in text.splitlines() if "load the output in" in line)
     running, others = told.partition("load the output in ")[2].split("; others would not run it right: ")

@@ -16,7 +16,7 @@ from kvfold.cli import main
 from kvfold.convert.decide.engine_choice import containers_for
 from kvfold.convert.formats.serving_widths import SERVING
 
-from ...support.folds import FOR_ALL, WEIGHTS, WIDE, attempt, failing
+from ...support.folds import FOR_ALL, QUICK, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import make, same_bytes
 
 
@@ -44,7 +44,7 @@ def test_the_least_lossy_container_that_all_accept(
     wide: Path, tmp_path: Path, options: tuple[str, ...], architecture: str, sentence: str
 ) -> None:
     """And it says why; without the option, or for transformers alone, nothing changes."""
-    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *WEIGHTS, *options)
+    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *QUICK, *options)
     assert code == 0, text
     record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
     assert record["container"] == architecture
@@ -57,7 +57,7 @@ def test_the_least_lossy_container_that_all_accept(
 
 
 def test_a_plan_says_it_and_the_recorded_command_repeats_it(wide: Path, tmp_path: Path) -> None:
-    asked = (str(wide), "--to", "mla", "--engine", "sglang, vllm", *WEIGHTS)
+    asked = (str(wide), "--to", "mla", "--engine", "sglang, vllm", *QUICK)
     plan = json.loads(CliRunner().invoke(main, ["convert", *asked, "--dry-run", "--json"]).stdout)
     assert plan["engines"] == ["sglang", "vllm"]
     assert plan["cache"]["after"]["elements_per_token_per_layer"] == SERVING.cached
@@ -73,9 +73,7 @@ def test_a_plan_says_it_and_the_recorded_command_repeats_it(wide: Path, tmp_path
 @pytest.mark.parametrize(("rank", "cached"), [("300", 576), ("100", 320)])
 def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path, rank: str, cached: int) -> None:
     """The cache is then as large as the narrowest profile's that holds it, which is said and recorded."""
-    code, text = attempt(
-        wide, tmp_path / "out", "--to", "mla", "--rank", rank, "--engine", "sglang", *WEIGHTS
-    )
+    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", rank, "--engine", "sglang", *QUICK)
     assert code == 0, text
     assert f"{rank}+64 wide and padded with zeros" in text
     assert f"cache 1024 -> {cached}" in text
@@ -103,7 +101,7 @@ def test_heads_for_engines(tmp_path: Path) -> None:
     assert "Falcon's MLP" in text
 
 
-MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
+MLA_ = ("--to", "mla", *QUICK, "--engine")
 # name -> (family, how the source is made, options, a part of the sentence)
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "unknown engine": ("llama", WIDE, (*MLA_, "vllm,ollama"), "--engine is 'ollama'; it should be 'transformers'"),

@@ -25,7 +25,7 @@ from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.methods.biases import nearest_to_one, without_key_bias, without_value_bias
 from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
-from ...support.folds import FOR_ALL, WEIGHTS, WIDE, attempt, failing
+from ...support.folds import FOR_ALL, QUICK, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import ROPE, make
 from ...support.warm_python import warm_python
 
@@ -244,7 +244,7 @@ def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
     biased = any(name.endswith("k_proj.bias") for name in load_file(source / "model.safetensors"))
     options = ("--to", "mla", "--engine", "vllm,sglang", "--container", "stock")
     options += (
-        ("--length", "32", "--sequences", "4", "--refine", "0") if biased and cell.status != "no" else WEIGHTS
+        ("--length", "32", "--sequences", "4", "--refine", "0") if biased and cell.status != "no" else QUICK
     )
     code, text = attempt(source, tmp_path / "out", *options)
     assert code == (2 if cell.status == "no" else 0), text
