@@ -1,4 +1,4 @@
-"""The efforts of a fold: how much text and how many steps of refinement it takes.
+"""The efforts of a fold: how much text it reads and how many steps of refinement it takes.
 
 `python -m benchmarks.effort` measures them: CPU time against what is lost.
 """
@@ -22,7 +22,7 @@ class Effort:
         momentum: of these steps.
         passes: whether steps take all sequences once before they take any again.
         solve: whether the output projection is solved for on the calibration text.
-        draws: by which the weights of tokens' lengths in a latent norm are estimated.
+        draws: number of random draws that estimate the weights of tokens' lengths in a latent norm.
         widths: whether rotary widths next to the one that is predicted to lose least, or engines' tables of
             slots, are measured.
     """

@@ -218,7 +218,7 @@ class FoldRequest(MLA, GQA):
     """Largest size of a weight file."""
     verify: Literal["full", "lint", "none"] = "lint"
     """At the end: `lint` checks the rules of `kvfold verify`, `full` also runs the output against its source.
-    Exit code 3 where the output, which stays, fails."""
+    Exit code 3 if the output fails; it is kept."""
     jobs: Annotated[int, Field(ge=1)] | None = None
     """Layers folded at once. Default: one per core, if they fit in memory."""
 

@@ -68,7 +68,7 @@ def validate(recipes: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
 def explain(recipe: Path, overrides: tuple[str, ...], processes: int | None, as_json: bool) -> None:
     """Show the meaning and origin of every key of RECIPE, and what each stage trains and takes.
 
-    For FOLD, an output of `kvfold convert`, it shows the recipe by which `kvfold distill FOLD` trains it.
+    For FOLD, an output of `kvfold convert`, it shows the recipe that `kvfold distill FOLD` uses.
 
     Memory is an estimate for one process; --set profile=fsdp2 --processes 8 divides the models among eight.
     Time is a lower bound: the arithmetic at the rate of this machine's matrix products.

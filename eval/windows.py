@@ -161,7 +161,7 @@ def _plain(text: Text, loaded: Loaded | Described, window: int, options: Options
         raise InvalidInput(f"--bos: the tokenizer of {loaded.path} has no BOS token; use --no-bos")
     with_bos = start is not None if bos is None else bos
     body = window - with_bos
-    # One window more than is read shows that the text goes on.
+    # One more window than is read shows that the text continues.
     needed = (options.max_windows + 1) * body if options.max_windows else None
     ids, sizes = _first_tokens(loaded.tokenizer, text.joined, needed)
     ids_NW, size_NW = _fill(text, ids, sizes, body, with_bos)

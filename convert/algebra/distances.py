@@ -61,7 +61,7 @@ def extended(distance_NT: Tensor, lengths: Sequence[int], first_NT: Tensor | Non
 
 
 def _weights(mass_NT: Tensor) -> Tensor:
-    """Return the weights of keys (N, T) with which queries at all positions give this mass to distances.
+    """Return the weights of keys (N, T) that make queries at all positions give this mass to distances.
 
     Heads without any mass look at their own position.
     """

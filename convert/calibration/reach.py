@@ -71,7 +71,7 @@ def reach_of(tokens_BT: Tensor, entropy_BT: Tensor, model: Any, positions: int) 
 
 
 def jump(entropy_BT: Tensor) -> int | None:
-    """Return the first position from which on a source is suddenly unsure, or None.
+    """Return the first position where a source suddenly becomes unsure, or None.
 
     Positions are compared in spans [L, 2L) with L a power of two. What a text costs per token changes slowly
     from one to the next, and mostly at its beginning; a jump at a later one is no property of text.
@@ -99,7 +99,7 @@ def jump(entropy_BT: Tensor) -> int | None:
 
 
 def breakdown(model: Any, tokens_BT: Tensor, positions: int) -> int | None:
-    """Return the first position from which on a source predicts a text much worse than at the beginning.
+    """Return the first position where a source begins to predict a text much worse than at its start.
 
     Pairs of sequences are joined at lengths that double. The second half of the second one is predicted
     behind all that comes before, and behind its own first half only. Both losses are of the same tokens, so a

@@ -45,7 +45,7 @@ from .statistics import RUN_DIGITS, SOURCE_DIGITS, Statistics, read_run
 
 # Read at once. On a CPU more saves no time and takes memory in proportion; an accelerator wants more.
 CPU_TOKENS, SEQUENCES = 512, 8
-_SAMPLED = 1024  # elements of each tensor, by which a source is recognised
+_SAMPLED = 1024  # elements of each tensor that identify a source
 
 
 def batch_size(length: int) -> int:
@@ -263,7 +263,7 @@ def _own_text(
     found = f"the source's own text breaks down from position {end} on, where {sign}"
     if end >= length:
         notice(
-            f"the source predicts its own text much worse behind {end} tokens; greater distances are left "
+            f"the source predicts its own text much worse after {end} tokens; greater distances are left "
             "out, unless --context asks for them"
         )
     elif not chosen:
@@ -337,7 +337,7 @@ def _check_source(statistics: Statistics, source: Source, file: str) -> Statisti
                 f"head_dim) {found}, the source has {(len(source.attending), *sizes)}"
             )
     if not statistics.source:
-        notice(f"{file} does not say of which model its statistics are; they are taken for the source's")
+        notice(f"{file} does not name the model of its statistics; they are taken as the source's")
     elif statistics.source != _identity(source.checkpoint):
         raise InvalidInput(
             f"{file} holds statistics of another model than {source.checkpoint.directory}, whose weights "

@@ -32,7 +32,7 @@ def make_draft(
     statistics: Statistics | None = None,
     theta: float | None = None,
 ) -> Draft:
-    """Decide a fold from what the user asked for, but for what is measured.
+    """Decide everything about a fold that the user's request and predictions can decide.
 
     With statistics MLA's slots are allocated, and a budget is divided, by predicted loss. `theta` is the
     `rope_theta` of the stock class for engines; None: the source's own.

@@ -38,7 +38,7 @@ class PlannedOutput(Protocol):
 
     @property
     def scheme(self) -> str:
-        """Return the method by which its weights are quantised; empty where they are not."""
+        """Return the quantisation method of its weights; empty where they are not quantised."""
 
     @property
     def latent_norm(self) -> str | None:
@@ -56,7 +56,7 @@ class EngineChoice:
     Attributes:
         draft: of the plan.
         reasons: which format was chosen and which were not, in sentences.
-        unsaved: the engines that run it without a smaller cache, or of which it is not known, in sentences.
+        unsaved: the engines that run it without a smaller cache, or perhaps without one, in sentences.
     """
 
     draft: Draft
@@ -152,7 +152,7 @@ def _written(plan: PlannedOutput) -> Written:
 
 
 def unfit(plan: PlannedOutput, engines: Sequence[str]) -> dict[str, list[LintFinding]]:
-    """Return for each engine the findings by which it does not run an output with its smaller cache."""
+    """Return for each engine the findings that keep it from running an output with its smaller cache."""
     found = judge(plan, engines)
     against = [finding for finding in found if finding.fails or finding.effect in ("saves no cache", UNKNOWN)]
     return {engine: [finding for finding in against if finding.engine == engine] for engine in engines}

@@ -141,7 +141,7 @@ def predict_cost(plan: Plan, calibration: str, rates: Rates) -> FoldCost:
 
 
 class _Counts:
-    """The operations and bytes of a fold, of which `jobs` layers are folded at once."""
+    """The operations and bytes of a fold that folds `jobs` layers at once."""
 
     def __init__(self, plan: Plan, calibration: str, jobs: int = 1) -> None:
         source, request, geometry = plan.source, plan.request, plan.source.geometry

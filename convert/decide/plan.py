@@ -118,7 +118,7 @@ class Plan(Folding):
 
     @property
     def scheme(self) -> str:
-        """Return the method by which weights of the output are quantised; empty where none are."""
+        """Return the quantisation method of the output's weights; empty where none are quantised."""
         checkpoint = self.source.checkpoint
         if self.modules is None or not isinstance(checkpoint, QuantisedCheckpoint):
             return ""

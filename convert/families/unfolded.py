@@ -65,7 +65,7 @@ UNFOLDED = {kind: reason for reason, kinds in _BY_REASON.items() for kind in kin
     "doge": "its attention mask is computed from the values",
     "gpt-sw3": "its checkpoints have model_type gpt2, which can be folded",
     "gpt_bigcode": "it has one key/value head already; with multi_query false no row describes its attention",
-    "jetmoe": "its heads are experts, of which each token takes some",
+    "jetmoe": "its heads are experts, and each token uses only some",
 }  # fmt: skip
 # Model types that only checkpoints' own code computes, each with the class that their weights convert to.
 CODE_ONLY: dict[str, str] = {

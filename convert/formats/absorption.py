@@ -25,7 +25,7 @@ _CACHE = cache_argument(v3.DeepseekV3Attention)  # as the stock classes name it
 
 
 class _Absorbed:
-    """In front of a stock attention class: its forward pass, but for a few new tokens with a cache."""
+    """A mixin for a stock attention class that decodes a few new tokens from the latent cache."""
 
     softcap = sinks = None
 

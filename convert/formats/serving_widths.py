@@ -50,7 +50,7 @@ class Served:
         profile: the profile.
         nope, value: widths of a head, of `profile.heads`.
         places: for each of the fold's rotary slots the number of the class's.
-        stream_scale: factor on the residual stream, by which its norms get the profile's epsilon.
+        stream_scale: factor on the residual stream that gives its norms the profile's epsilon.
         compressed: queries go through the class's query compression, which llama.cpp wants.
     """
 

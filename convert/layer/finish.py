@@ -195,7 +195,7 @@ def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
 def _with_rounded_length(
     its: Finishing, layer: Layer, sample: LayerSample, steps: int, rise: float = inf
 ) -> tuple[Layer, float | None]:
-    """Return a layer to be refined, or refined, with a length with which rounding its weights costs less.
+    """Return a layer to be refined, or refined, with a latent length that makes rounding its weights cheaper.
 
     It is kept where the loss of held-back sequences rises by less than the predicted cost of rounding falls.
     Refinement recovers most of that rise (docs/notes/latent-norm.md); a closed form that stays one would

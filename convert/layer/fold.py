@@ -88,7 +88,7 @@ def fold_attention(folding: Folding, number: int) -> tuple[AnyAttention, Loss | 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """A layer of a source. Its input's channels are of about equal size, but for methods of others."""
+    """A layer of a source, with channels of its input scaled to about equal size for kvfold's own method."""
 
     folding: Folding
     number: int
@@ -101,7 +101,7 @@ class _Layer:
 
     @cached_property
     def scale_D(self) -> Tensor | None:
-        """The sizes of the input's channels, by which it is folded; None for methods of others."""
+        """The sizes of the input's channels, which scale it; None for published methods."""
         if self._taken is None or self.folding.method != methods.OWN:
             return None
         return channel_scales(self._taken.input_EE)
@@ -194,7 +194,7 @@ def _latent(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishi
         assert its.statistics is not None, "rewrite asked for statistics"
         plain, metric = regressed(folding.source, its.number, attention, table_F, its.statistics)
         one_D = its.one(its.statistics.input_EE)
-        # Of every table: sources with several have no place in this class.
+        # The bands of all layers: this class cannot hold sources with several rotary tables.
         latent = to_mla(without_value_bias(plain, one_D), target, table_F, folding.bands, metric)
         latent = its.compressed(without_key_bias(latent, one_D), plain, table_F)
     elif rule is not None and target.slots == "rule":

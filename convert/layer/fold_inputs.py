@@ -1,4 +1,4 @@
-"""What folding a layer depends on."""
+"""The data that the fold of a layer depends on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Folding:
         container: the output format.
         bands: the rotary slots of MLA.
         statistics: of the source on calibration tokens; None where only its weights are used.
-        refine: number of steps by which each layer is refined where there are statistics.
+        refine: number of refinement steps of each layer, where there are statistics.
         effort: sequences in each of these steps, and draws for the weights of lengths.
         request: what the user asked for, with the choices that were made for them.
         latent_norm: role of the latent's norms: `fitted`, they are norms, and the latent is chosen to suit

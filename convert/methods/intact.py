@@ -104,7 +104,7 @@ def _products(rows_BTE: Tensor) -> Tensor:
 def to_intact(
     attention: Attention, target: LatentTarget, metric: LayerMetric, moment_EE: Tensor | None = None
 ) -> IntactAttention:
-    """Fold one layer to a latent of which keys and values are linear functions, of least error in the metric.
+    """Fold one layer to a latent whose linear functions give keys and values with least error in the metric.
 
     With key norms, the latent encodes the normed keys with the values.
 
@@ -242,7 +242,7 @@ def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor
         if norm is None:
             found.append(torch.ones_like(square_NH))
             continue
-        # Of a head, or of all as one vector.
+        # The mean of one head, or of all heads as one vector.
         mean = square_NH.mean(1, keepdim=True) if len(norm) == 1 else square_NH.mean()
         found.append(norm * mean.clamp(min=1e-12).rsqrt() * torch.ones_like(square_NH))
     return found[0], found[1]

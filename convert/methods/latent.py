@@ -194,7 +194,7 @@ class Keys:
         return saved_SFK
 
     def copy(self) -> "Keys":
-        """Return keys of which `take` can take without changing these."""
+        """Return a copy, so that `take` does not change these keys."""
         return replace(self, z_KFE=self.z_KFE.clone(), seen_KFE=self.seen_KFE.clone())
 
     def take(self, frequencies_F: Tensor, band: Band, metric: LayerMetric) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""What is measured before a plan is complete: text, statistics, and the choices that a draft leaves open."""
+"""Measurements that complete a plan: text, statistics, and the choices that a draft leaves open."""

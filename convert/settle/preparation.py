@@ -61,7 +61,7 @@ def prepare(
         plan = settle(make_draft(source or directory, request))
         told = _code_notices(request, plan.source)
         check_side_files(directory)
-        read_card(directory)  # of which the output's card takes the licence
+        read_card(directory)  # the output's card takes its licence
         if request.out is not None and not dry_run:
             check_output(request.out, directory)
         check_outside({"--save-statistics": request.save_statistics}, (directory, request.out))
@@ -132,7 +132,7 @@ def _source_notices(plan: Plan) -> list[str]:
     behind = [str(number) for number in numbers if number >= source.layers]
     if behind:
         told.append(
-            f"layer {', '.join(behind)} is behind the {source.layers} layers of config.json: it predicts "
+            f"layer {', '.join(behind)} comes after the {source.layers} layers of config.json: it predicts "
             "further tokens and is copied with the attention of the source, so that engines cannot load it "
             "for speculative decoding; run the output without that"
         )

@@ -22,7 +22,7 @@ from .tower import Tower, find_tower, holds_weights
 from .whole_checkpoint import write_around
 
 _TARGETS = ("gqa", "mqa", "mla")
-# Fields by which the other tensors of a tower get their shapes.
+# Fields that decide the shapes of a tower's other tensors.
 _SHAPES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 

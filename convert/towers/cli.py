@@ -21,7 +21,7 @@ def main(as_json: bool, **options: Any) -> None:
 
     TOWER is an output of `kvfold convert WHOLE --text-only`, or what `kvfold distill` made of it; WHOLE is a
     directory or a Hub id. The output has the class of WHOLE; all tensors but the tower's keep their bytes.
-    Neither of the two is changed. The record names WHOLE as the source, with which `kvfold eval` compares.
+    Neither of the two is changed. The record names WHOLE as the source, so `kvfold eval` compares with it.
     """
     from .assemble import assemble_tower
 

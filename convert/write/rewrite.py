@@ -109,7 +109,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
 
 
 def options_of(request: FoldRequest) -> dict[str, Any]:
-    """Return the options of a request, by which a later one is compared with it."""
+    """Return the options of a request, for the comparison with a later one."""
     names = {"model": "the source", "engines": "--engine"}
     return {
         names.get(name, f"--{name.replace('_', '-')}"): value for name, value in request.essentials().items()

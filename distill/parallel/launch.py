@@ -29,7 +29,7 @@ TESTED: Mapping[Profile, frozenset[Kind]] = {
 _ALONE = ("cpu", "single")  # need no launcher
 SHARDED = ("fsdp2", "zero2", "zero3", "multinode")  # models are divided among the processes
 _COUNT = "--num_processes"
-# Environment variables by which each launched process checks what it is part of.
+# Environment variables that tell each launched process which run it is part of.
 _ASKED = ("KVFOLD_PROFILE", "KVFOLD_PROCESSES")
 _ELSEWHERE = ("--machine_rank", "--main_process_ip")  # needed on each machine in addition to its profile
 

@@ -34,7 +34,7 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
     _check_cache(recipe, student, teacher)
     for directory in (student, teacher):
         check_side_files(directory)
-        read_card(directory)  # of which the output's card takes the licence
+        read_card(directory)  # the output's card takes its licence
     # It also refuses remote code, which building a model would ask about.
     describe_student(student, teacher, recipe.data.seq_len)
     try:

@@ -34,7 +34,7 @@ Needed = Sequence[tuple[Batches, int]]  # windows, and how many of them from the
 
 
 class CachedTeacher:
-    """A teacher of which only the last hidden states are at hand; it predicts on `device`."""
+    """A teacher whose last hidden states are stored; it predicts on `device`."""
 
     def __init__(self, cache: TeacherCache, device: torch.device) -> None:
         self._cache = cache

@@ -87,7 +87,7 @@ class Streaming:
             yield self.windows.batch(range(start, min(start + size, first + count)))
 
     def store(self, number: int, step: int, hidden: Iterable[Tensor]) -> None:
-        """Write the hidden states (B, S, D) that enter layer `number`: a step's, of which one is on a GPU."""
+        """Write a step's hidden states (B, S, D) that enter layer `number`, one batch at a time on a GPU."""
         place = self.boundary(number)
         place.mkdir(parents=True, exist_ok=True)
         hidden_WSD = torch.cat([hidden_BSD.to("cpu", self.dtype) for hidden_BSD in hidden])

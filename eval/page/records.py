@@ -110,7 +110,7 @@ class Found:
 
     @property
     def commands(self) -> list[str]:
-        """The commands by which kvfold made it, as they are recorded."""
+        """The recorded commands that made it."""
         made = (self.record or {}).get("command"), self.rounded.get("command")
         return [command for command in made if command]
 

@@ -77,7 +77,7 @@ class RetrievalSettings(Settings):
     retrieval_samples: int = Field(default=10, ge=1)
     """retrieval: prompts per cell."""
     retrieval_keys: int = Field(default=4, ge=2, le=10)
-    """retrieval: keys in a text, of which one is asked for."""
+    """retrieval: keys in a text; the question asks for one of them."""
     retrieval_seed: int = Field(default=0, le=LARGEST_SEED)
     """retrieval: seed of the texts."""
 

@@ -95,7 +95,7 @@ class Haystack(Prompter):
         """Draw a prompt of `length` - `STEPS` tokens.
 
         Args:
-            kind: one of `KINDS`: one key, or several of which one is asked for.
+            kind: one of `KINDS`: one key, or several with a question about one.
             length: tokens of prompt and answer together.
             depth: where the key stands: 0 at the head of the text, 1 at its end.
             seed: equal seeds draw equal prompts.

@@ -63,7 +63,7 @@ def processes_in_all() -> int:
 
 
 def check_launch() -> None:
-    """Refuse a launcher's environment variables of which some are missing or contradict each other.
+    """Refuse a launcher's environment variables if some are missing or contradict each other.
 
     Raises:
         InvalidInput: names one of them.

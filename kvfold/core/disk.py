@@ -28,7 +28,7 @@ class DiskError(OSError):
 
 
 def writing_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of exceptions by which the system and loaded libraries report a disk."""
+    """Return the exceptions that the system and loaded libraries raise for disk errors."""
     found: list[type[Exception]] = [OSError, RuntimeError]
     safetensors = sys.modules.get("safetensors")
     if safetensors is not None:

@@ -27,7 +27,7 @@ _WANTED = [
     "NOTICE*",
     "README.md",
 ]
-# What no second try helps against.
+# Errors that retrying cannot fix.
 _OF_CODE = (MemoryError, TypeError, AttributeError, NameError, AssertionError)
 
 

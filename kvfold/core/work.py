@@ -50,7 +50,7 @@ OWN_FILES = (
 
 @dataclass(frozen=True)
 class _Journal:
-    """What a journal says: the kind of work, its request and its state, and the finished units."""
+    """The content of a journal: the kind of work, its request and its state, and the finished units."""
 
     kind: str
     request: dict[str, Any]
@@ -272,7 +272,7 @@ class WorkDir:
         os.unlink(self.path / name if self._held is None else name, dir_fd=self._held)
 
     def _check_held(self) -> None:
-        """Refuse to go on where the directory's name is by now that of another one."""
+        """Refuse to continue if another directory has taken this one's name."""
         if self._held is None:
             return
         try:
@@ -326,7 +326,7 @@ class WorkDir:
             self.keeps_all = bool(begun and begun.units)  # until `begin` has compared the requests
             if begun and self._kind not in {"", begun.kind}:
                 raise InvalidInput(
-                    f"{self.path} is of an unfinished {begun.kind}; finish that, remove it, or name another "
+                    f"{self.path} holds an unfinished {begun.kind}; finish that, remove it, or name another "
                     f"{self._option}"
                 )
             yield

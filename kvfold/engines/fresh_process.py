@@ -105,7 +105,7 @@ def _raised_elsewhere(lines: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Packed:
-    """Where quantised weights are, which transformers runs dequantised.
+    """The places of quantised weights that transformers runs dequantised.
 
     Attributes:
         directory: the checkpoint.

@@ -55,7 +55,7 @@ class VerifyRequest(Settings):
     restore_rope: bool = False
     """First write rope_theta and rope_scaling, which saving with transformers 5 drops, into config.json."""
     run: bool = True
-    """Whether to load it next to its source too, in a process that cannot import kvfold."""
+    """Also load it and its source, in a process that cannot import kvfold."""
 
 
 def carry_out(asked: VerifyRequest) -> VerificationReport:

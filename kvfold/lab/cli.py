@@ -50,7 +50,7 @@ _Lengths = Annotated[tuple[Tokens, ...], BeforeValidator(as_list), Option("", "T
 
 
 class LabRequest(Settings):
-    """What `kvfold lab` is asked for; it takes the fields as options."""
+    """The request of `kvfold lab`, whose fields are its options."""
 
     model: str | None = None
     """A directory or a Hub id."""

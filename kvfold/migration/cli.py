@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Show the steps; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Find the smallest cache for MODEL at which a bound still holds after a short distillation.
+    """Find the smallest cache for MODEL that stays within a loss limit after a short distillation.
 
     First, a fold that keeps everything is compared with the source. Then, step by step, the source is folded
     to the next smaller cache, distilled, and evaluated on held-out text, until a step exceeds the bound.

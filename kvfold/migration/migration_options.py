@@ -63,7 +63,7 @@ class MigrationOptions(Settings):
     calibration: CalibrationName = "self"
     """As for `kvfold convert`."""
     effort: EffortName = "default"
-    """Of every fold, as for `kvfold convert`."""
+    """Effort of every fold, as for `kvfold convert`."""
     sequences: Annotated[int, Field(ge=1)] | None = None
     """Calibration sequences. Default: as `effort` says."""
     refine: Annotated[int, Field(ge=0), Option(metavar="STEPS")] | None = None

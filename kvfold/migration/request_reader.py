@@ -76,7 +76,7 @@ def read_bound(text: str) -> Assertion:
         not_run=f"bound what kvfold migrate measures, for example {known}",
     )
     if bound.path[0] != "suites" or bound.path[2] in _CONSTANT:
-        raise InvalidInput(f"--until {text!r} is no bound of what is lost; write for example {known}")
+        raise InvalidInput(f"--until {text!r} does not limit the loss; write for example {known}")
     if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
         raise InvalidInput(
             f"--until {text!r} bounds the perplexity itself, which is hardly ever below 2; did you mean "

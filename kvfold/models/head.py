@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.errors import InvalidInput
 from .causal_lm import Loaded
 
-# Fields of config.json by which a family multiplies or divides what its output embedding gives, or bounds it.
+# Fields of config.json with which a family multiplies, divides or bounds its logits.
 _FACTORS = ("logit_scale",)  # Cohere
 _DIVISORS = ("logits_scaling",)  # Granite
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2 and later, RecurrentGemma

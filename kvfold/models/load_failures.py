@@ -23,7 +23,7 @@ _NAMED = (
     AssertionError,
     ArithmeticError,
 )
-_STYLE = re.compile(r"\x1b\[\d*m")  # by which transformers makes its words bold or coloured
+_STYLE = re.compile(r"\x1b\[\d*m")  # transformers makes words bold or coloured with these
 
 
 class _Printable(logging.Filter):

@@ -99,7 +99,7 @@ def is_remote(directory: Path) -> bool:
     """Return whether a checkpoint is a remote output, by the model type in its config.json."""
     try:
         return bool(read_config(directory).get("model_type") == MODEL_TYPE)
-    except InvalidInput:  # of which whoever loads it says more
+    except InvalidInput:  # loading it gives the full error
         return False
 
 

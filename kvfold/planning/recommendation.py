@@ -360,7 +360,7 @@ def _tell_small(source: Source) -> None:
 
 
 def _tell_ranks(source: Source, rows: Sequence[Row], ranks: Ranks) -> None:
-    """Say of which targets a rank holds no less than of the source."""
+    """Name the targets that do not make the cache of one rank smaller than the source's."""
     if ranks.tensor == 1:
         return
     own = source_elements(source.geometry, ranks)

@@ -32,7 +32,7 @@ class PlanRequest(Settings):
     batch: int = Field(default=1, ge=1)
     """Sequences at once."""
     memory: Annotated[Bytes, AfterValidator(_with_unit)] | None = None
-    """For weights, cache and activations: 24GB or 24GiB. Default: unbounded."""
+    """Memory for weights, cache and activations, such as 24GB or 24GiB. Default: no limit."""
     tp: Annotated[int, Field(ge=1), Option(metavar="N")] = 1
     """Tensor-parallel ranks; memory and cache are then those of one rank."""
     dcp: Annotated[int, Field(ge=1), Option(metavar="M")] = 1
@@ -65,7 +65,7 @@ class PlanRequest(Settings):
     save_statistics: Annotated[Place, Option(metavar="FILE")] | None = None
     """File that keeps the statistics (.safetensors)."""
     curve: bool = False
-    """Also predicted loss against cache, for every target whether it fits or not."""
+    """Also show predicted loss against cache, for every target whether it fits or not."""
     png: Annotated[Place, Option(metavar="FILE")] | None = None
     """Picture of the curve (matplotlib)."""
     revision: str | None = None

@@ -21,7 +21,7 @@ _LARGEST = 2**30  # bytes of a text
 
 @dataclass(frozen=True)
 class Size:
-    """Length of a text before it was respelled, by which its loss is divided.
+    """Length of a text before it was respelled; its loss is divided by this.
 
     Attributes:
         words: words, as lm-evaluation-harness counts them.
@@ -39,7 +39,7 @@ class Text:
     Attributes:
         name: the text's name in a report, e.g. `stdlib` or `wikitext2-gptq-2048`.
         documents: the text, one string per document.
-        cut: the rule by which it becomes windows; see windows.py.
+        cut: the rule that cuts it into windows; see windows.py.
         window: tokens per window, if the name fixes them.
         original: the size to divide by, if it is not that of the documents.
     """

@@ -170,7 +170,7 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
     assert convert(copy, *words, str(file), out=tmp_path / "copied").exit_code == 0
     told = convert(other, *words, str(earlier), out=tmp_path / "taken")
     assert told.exit_code == 0
-    assert "does not say of which model its statistics are" in told.stderr
+    assert "does not name the model of its statistics" in told.stderr
 
 
 def test_an_evaluation_leaves_the_users_names_alone(tmp_path: Path) -> None:

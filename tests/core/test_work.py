@@ -81,7 +81,7 @@ def test_another_request_is_refused_and_another_state_begins_anew(tmp_path: Path
         work.begin({"asked": 1}, "another state")
         assert work.units == {}
         assert set(content(path)) == {JOURNAL, LOCK}
-    with pytest.raises(InvalidInput, match="is of an unfinished test; "), claimed(path, "other"):
+    with pytest.raises(InvalidInput, match="holds an unfinished test; "), claimed(path, "other"):
         pytest.fail("taken")
     with claimed(begun(tmp_path / "none.partial"), "test") as work:
         work.begin({"asked": 2})  # nothing was finished, so nothing would be lost

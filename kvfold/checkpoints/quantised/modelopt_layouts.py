@@ -34,7 +34,7 @@ def find_modelopt(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str,
         )
     for module in stored.ending(".pre_quant_scale"):
         raise InvalidInput(
-            f"{stored.directory} has {module}.pre_quant_scale, by which ModelOpt's AWQ scales inputs, and "
+            f"{stored.directory} has {module}.pre_quant_scale, which scales inputs in ModelOpt's AWQ, but "
             "kvfold reads ModelOpt checkpoints without it"
         )
     found: dict[str, PackedTensor] = {}

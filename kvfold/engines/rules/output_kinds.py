@@ -204,7 +204,7 @@ CACHE_FORMATS = (
                  "not in every attention backend; scales of its fp4_e2m1 are powers of two; " + _UNSCALED,
                  read("SGLang docs 70310f0", _READ, "docs/advanced_features/quantized_kv_cache.md")),
     CacheFormats("mlx", ("stock",), "any", {},
-                 "with --kv-bits its cache returns tuples, of which its class transposes the rotary key",
+                 "with --kv-bits its cache returns tuples, and its class cannot transpose their rotary key",
                  read("mlx-lm 04e6af1", _READ, "mlx_lm/models/deepseek_v3.py, cache.py")),
     CacheFormats("mlx", _GROUPED, "any", {},
                  "its own formats have a scale and an offset per 64 numbers (--kv-bits 8 or 4)",

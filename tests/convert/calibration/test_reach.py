@@ -219,7 +219,7 @@ def test_a_source_that_breaks_down_behind_its_text_is_folded_for_that_length(
     found = study(source, "self", sequences=6, seed=0, length=128)
     assert found is not None
     assert found.reach == found.layers[0].input_BTD.shape[1] == 128
-    assert "much worse behind 128 tokens; greater distances are left out, unless --context" in caplog.text
+    assert "much worse after 128 tokens; greater distances are left out, unless --context" in caplog.text
     at_all = at_context(source, found, None)
     assert at_all is not None
     assert at_all.layers[0].distance_NT.shape[1] == 128

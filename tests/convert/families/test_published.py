@@ -122,8 +122,8 @@ def test_a_layer_behind_the_last_is_told(tmp_path: Path) -> None:
         weights[name.replace("layers.45.", "layers.46.")] = weights[name].clone()
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     told = convert(source, tmp_path / "out", *HALF)
-    assert "layer 46 is behind the 46 layers of config.json" in told
-    assert "layer 46 is behind" in (tmp_path / "out" / "kvfold.json").read_text()
+    assert "layer 46 comes after the 46 layers of config.json" in told
+    assert "layer 46 comes after" in (tmp_path / "out" / "kvfold.json").read_text()
 
 
 def test_tensors_that_no_index_lists_are_left_out(tmp_path: Path) -> None:
