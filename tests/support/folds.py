@@ -10,7 +10,8 @@ from kvfold.engines.rules.engine_rules import lint
 
 WEIGHTS = ("--calibration", "none")
 # Where a test asks only what engines take: fitting a norm of 512 numbers takes seconds a layer.
-QUICK = (*WEIGHTS, "--latent-norm", "linear")
+LINEAR = ("--latent-norm", "linear")
+QUICK = (*WEIGHTS, *LINEAR)
 GQA = ("--to", "gqa", "--kv-heads", "2", *WEIGHTS)
 MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4", *WEIGHTS)
 FOR_ALL = "vllm,sglang,llama.cpp"

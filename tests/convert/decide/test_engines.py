@@ -16,7 +16,7 @@ from kvfold.cli import main
 from kvfold.convert.decide.engine_choice import containers_for
 from kvfold.convert.formats.serving_widths import SERVING
 
-from ...support.folds import FOR_ALL, QUICK, WEIGHTS, WIDE, attempt, failing
+from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import make, same_bytes
 
 
@@ -29,12 +29,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "architecture", "sentence"),
     [
-        ((), "DeepseekV3ForCausalLM", ""),
-        (("--engine", "transformers"), "DeepseekV3ForCausalLM", ""),
+        (LINEAR, "DeepseekV3ForCausalLM", ""),
+        (("--engine", "transformers", *LINEAR), "DeepseekV3ForCausalLM", ""),
         (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
         (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang refuses to load"),
         (
-            ("--engine", "vllm", "--container", "stock"),
+            ("--engine", "vllm", "--container", "stock", *LINEAR),
             "DeepseekV3ForCausalLM",
             "the stock class for serving",
         ),
@@ -44,7 +44,7 @@ def test_the_least_lossy_container_that_all_accept(
     wide: Path, tmp_path: Path, options: tuple[str, ...], architecture: str, sentence: str
 ) -> None:
     """And it says why; without the option, or for transformers alone, nothing changes."""
-    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *QUICK, *options)
+    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *WEIGHTS, *options)
     assert code == 0, text
     record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
     assert record["container"] == architecture
@@ -101,7 +101,7 @@ def test_heads_for_engines(tmp_path: Path) -> None:
     assert "Falcon's MLP" in text
 
 
-MLA_ = ("--to", "mla", *QUICK, "--engine")
+MLA_ = ("--to", "mla", *WEIGHTS, "--engine")
 # name -> (family, how the source is made, options, a part of the sentence)
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "unknown engine": ("llama", WIDE, (*MLA_, "vllm,ollama"), "--engine is 'ollama'; it should be 'transformers'"),
