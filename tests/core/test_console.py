@@ -198,7 +198,10 @@ main()
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_end_every_command_with_one_sentence_and_no_leftovers(signum: int, tmp_path: Path) -> None:
     words = [sys.executable, "-c", STOPPED, str(int(signum)), str(tmp_path / "work")]
-    done = subprocess.run(words, capture_output=True, text=True)
+    # Where the tests themselves were started by nohup, every process that they start would ignore SIGHUP.
+    done = subprocess.run(
+        words, capture_output=True, text=True, preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL)
+    )
     told = f"Interrupted: stopped by {signal.Signals(signum).name}; what was saved is kept; run the same"
     assert (done.returncode, done.stdout) == (128 + signum, ""), done.stderr
     assert done.stderr == f"{told} command again.\n"

@@ -26,7 +26,7 @@ from kvfold.engines.rules.output_kinds import (
 )
 from kvfold.engines.rules.rule_types import FAILING, Written, open_written
 
-from ..support.folds import QUICK, WIDE, attempt
+from ..support.folds import LINEAR, WEIGHTS, WIDE, attempt
 from ..support.tiny import make
 
 
@@ -63,7 +63,7 @@ def test_engines_with_a_kernel_for_any_width() -> None:
 
 SIZES = {"512+64": ("--rank", "512"), "256+64": ("--rank", "256"), "other widths": ("--kv-budget", "6.25%")}
 GRID = {
-    **{f"stock {name}": ("--engine", "llama.cpp,vllm", "--container", "stock", *SIZES[name])
+    **{f"stock {name}": ("--engine", "llama.cpp,vllm", "--container", "stock", *LINEAR, *SIZES[name])
        for name in ("512+64", "256+64")},
     "stock other widths": ("--engine", "mlx", *SIZES["other widths"]),
     "decoupled other widths": ("--container", "remote", "--rope", "decoupled", *SIZES["other widths"]),
@@ -79,7 +79,7 @@ BY_ANOTHER_RULE = {("stock other widths", "llama.cpp")}
 def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
     """The table says `no` exactly of outputs that the plan and the written files are refused for."""
     source = make(tmp_path / "source", **WIDE)
-    options = ("--to", "mla", *QUICK, *GRID[kind])
+    options = ("--to", "mla", *WEIGHTS, *GRID[kind])
     assert attempt(source, tmp_path / "out", *options)[0] == 0
     assert open_written(tmp_path / "out").output == kind
     asked = dict(zip(options[::2], options[1::2], strict=True))
@@ -100,7 +100,7 @@ def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
 def test_a_fold_for_no_engine_says_which_engines_run_it(tmp_path: Path) -> None:
     source = make(tmp_path / "source", **WIDE)
     code, text = attempt(source, tmp_path / "out", "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform",
-                         "--rope", "decoupled", "--container", "stock", *QUICK)  # fmt: skip
+                         "--rope", "decoupled", "--container", "stock", *WEIGHTS)  # fmt: skip
     assert code == 0, text
     told = next(line for line in text.splitlines() if "load the output in" in line)
     running, others = told.partition("load the output in ")[2].split("; others would not run it right: ")

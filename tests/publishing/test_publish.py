@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,10 @@ def test_a_killed_upload_goes_on_with_the_file_it_was_at(folded: Path, hub: Hub,
     command = [sys.executable, "-m", "kvfold", "publish", str(folded), "org/tiny", "--verify", "lint"]
     process = subprocess.Popen(command, env=environment(hub, tmp_path), stderr=subprocess.PIPE)
     try:
-        assert hub.stalled.wait(60)
+        assert hub.stalled.wait(240)
+        while len(hub.received) < 2:  # others may be on their way
+            assert process.poll() is None
+            time.sleep(0.05)
     finally:
         process.kill()
         process.communicate()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from typing import Any
 
 TOKENS = {"hf_owner": "org", "hf_other": "other"}  # token -> the user whom it belongs to
@@ -37,7 +38,8 @@ class Hub:
         received: SHA-256 of each large file that arrived whole, in order, as often as it was sent.
         fault: asked for every request (method, path); a status to answer instead, or None.
         stalled: set when an upload waits because of `stall`.
-        stall: the number of the upload that is read by half and never answered.
+        stall: the number of the upload that is read by half and never answered; several may run at a time.
+        uploads: numbers of the uploads that began, from 0.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     fault: Callable[[str, str], int | None] = lambda method, path: None
     stall: int | None = None
+    uploads: Iterator[int] = field(default_factory=count)
     stalled: threading.Event = field(default_factory=threading.Event)
     endpoint: str = ""
 
@@ -90,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = self.path.partition("?")[0].strip("/")
         self.hub.requests.append(f"{self.command} {path}")
-        if path.startswith("lfs/") and self.hub.stall == len(self.hub.received):
+        if path.startswith("lfs/") and self.hub.stall == next(self.hub.uploads):
             self.rfile.read(int(self.headers["Content-Length"]) // 2)
             self.hub.stalled.set()
             threading.Event().wait(60)  # the client is killed meanwhile

@@ -92,7 +92,7 @@ def lost_in_mlx(written: Written) -> str:
 def _lost_rope(written: Written, base: float | None) -> str:
     """Find settings that a reader of rope_theta and rope_scaling misses, whose own base is `base`."""
     new = written.config.get("rope_parameters")
-    if not isinstance(new, dict) or "rope_theta" not in new:
+    if not isinstance(new, dict) or new.get("rope_theta") is None:  # None: nothing rotates
         return ""
     is_scaled = new.get("rope_type", "default") != "default"
     is_partial = new.get("partial_rotary_factor", 1.0) != written.get("partial_rotary_factor", 1.0)
