@@ -64,7 +64,9 @@ def _as_in_a_command() -> Iterator[None]:
         return
     import numpy as np
 
-    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    dtype = torch.get_default_dtype()
+    # torch.get_float32_matmul_precision raises where the caller has set these, its newer names.
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     with ExitStack() as stack:
         stack.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
         stack.enter_context(torch.inference_mode(False))
@@ -76,8 +78,9 @@ def _as_in_a_command() -> Iterator[None]:
             stack.enter_context(torch.device("cpu"))
         stack.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
-        stack.callback(torch.set_float32_matmul_precision, precision)
-        torch.set_float32_matmul_precision("highest")
+        for product in products:
+            stack.callback(setattr, product, "fp32_precision", product.fp32_precision)
+            product.fp32_precision = "ieee"
         yield
 
 

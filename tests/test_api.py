@@ -432,6 +432,17 @@ def test_the_callers_settings_change_nothing(work: Path) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+def test_a_precision_set_by_torchs_newer_names() -> None:
+    """Behind them torch's older function for it raises."""
+    product = torch.backends.cuda.matmul
+    before, product.fp32_precision = product.fp32_precision, "tf32"
+    try:
+        assert kvfold.verify(DEMO, run=False).failures == []
+        assert product.fp32_precision == "tf32"
+    finally:
+        product.fp32_precision = before
+
+
 @pytest.mark.parametrize("stream", [None, SimpleNamespace(write=len, flush=lambda: None)])
 def test_a_stderr_that_is_no_file(stream: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)

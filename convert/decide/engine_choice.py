@@ -56,7 +56,7 @@ class EngineChoice:
     Attributes:
         draft: of the plan.
         reasons: which format was chosen and which were not, in sentences.
-        unsaved: the engines that run it without a smaller cache, or perhaps without one, in sentences.
+        unsaved: the engines that run it without a smaller cache, or may do so, in sentences.
     """
 
     draft: Draft

@@ -14,7 +14,7 @@ from .in_order import in_order
 from .losses import slots_loss
 from .widths import settle_width
 
-WORSE = 1.5  # tables predicted to lose more than so many times the least are not measured
+WORSE = 1.5  # tables that are predicted to lose more than this times the least are not measured
 
 
 def settle(draft: Draft) -> Plan:

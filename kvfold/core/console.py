@@ -460,7 +460,7 @@ def _printing() -> Iterator[None]:
         # Python would write the rest when it ends, and fail again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise InvalidInput(
-            f"standard output cannot be written: {error.strerror}; what the command does besides is done"
+            f"standard output cannot be written: {error.strerror}; all else that the command does is done"
         ) from None
 
 

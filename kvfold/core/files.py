@@ -45,7 +45,8 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Args:
         file: the file to write; its directory must exist.
-        replace: whether a file of that name may be replaced. A link is replaced, not followed.
+        replace: whether a file of that name may be replaced; the new one gets its mode. A link is
+            replaced, not followed.
 
     Yields:
         The path to write to. Nothing has this name yet.
@@ -58,6 +59,8 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
     with naming(file), private_directory(file) as place:
         temporary = place / file.name
         yield temporary
+        if replace and file.is_file() and not file.is_symlink():
+            temporary.chmod(stat.S_IMODE(file.stat().st_mode))
         sync_path(temporary)
         _check_free(file, replace)
         temporary.replace(file)

@@ -1,6 +1,5 @@
 """`VerifyRequest`: everything that a user can ask of a check."""
 
-import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -103,9 +102,7 @@ def _restore_rope(directory: Path) -> None:
         return
     if file.is_symlink():
         raise InvalidInput(f"{file} is a link, as in a cache of downloads; restore a copy (cp -rL)")
-    mode = stat.S_IMODE(file.stat().st_mode)
     with whole_file(file, replace=True) as temporary:
         write_json(temporary, whole)
-        temporary.chmod(mode)
     names = ", ".join(name for name in whole if name not in config or whole[name] != config[name])
     notice(f"wrote {names} into {file}")

@@ -6,7 +6,6 @@ A remote output is loaded by kvfold's own classes, which are the same files: no 
 import hashlib
 import math
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,10 +87,8 @@ def renew(directory: Path) -> list[str]:
                 f"{directory / name} is a link, as in a cache of downloads; renew the code of a copy (cp -rL)"
             )
     for name in names:
-        mode = stat.S_IMODE((directory / name).stat().st_mode)
         with whole_file(directory / name, replace=True) as temporary:
             shutil.copyfile(HERE / name, temporary)
-            temporary.chmod(mode)
     return names
 
 

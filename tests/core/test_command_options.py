@@ -15,7 +15,7 @@ from kvfold.core.settings import Settings
 
 
 class Asked(Settings):
-    """What the command of these tests is asked for."""
+    """The request of the command of these tests."""
 
     count: Annotated[int, Field(ge=1)] | None = None
     """How many. Default: as `size_limit` says."""

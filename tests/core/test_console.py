@@ -222,8 +222,8 @@ def test_a_full_stdout_is_named(words: str) -> None:
         command = [sys.executable, "-m", "kvfold", *words.split()]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.stderr == (
-        "Error: standard output cannot be written: No space left on device; what the command does besides is "
-        "done\n"
+        "Error: standard output cannot be written: No space left on device; all else that the command does "
+        "is done\n"
     )
     assert done.returncode == 2
 

@@ -30,6 +30,7 @@ from kvfold.engines.rules.engine_rules import lint
 from kvfold.engines.rules.rule_types import open_written
 from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
+from ...support.folds import LINEAR
 from ...support.folds import fold_latent as convert
 from ...support.layers import FREQUENCIES_F, OWN, D, H, layer, rotate
 from ...support.tiny import make
@@ -245,17 +246,8 @@ def test_engines_take_it(tmp_path: Path) -> None:
     """The serving widths with a compressed query, which llama.cpp then needs no identity for."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
     source = make(tmp_path / "source", rms_norm_eps=1e-6, **sizes)
-    made = convert(
-        source,
-        "--engine",
-        "vllm,sglang,llama.cpp",
-        "--container",
-        "stock",
-        "--q-lora-rank",
-        "48",
-        "--latent-norm",
-        "linear",
-    )
+    options = ("--engine", "vllm,sglang,llama.cpp", "--container", "stock", "--q-lora-rank", "48")
+    made = convert(source, *options, *LINEAR)
     assert [str(finding) for finding in lint(made, ("vllm", "sglang", "llama.cpp")) if finding.fails] == []
     assert open_written(made).config["q_lora_rank"] == 48
     assert "pass an identity" not in (made / "kvfold.json").read_text()
