@@ -344,7 +344,7 @@ def _check_source(statistics: Statistics, source: Source, file: str) -> Statisti
             "differ; collect them again with --save-statistics"
         )
     ids_BT, vocabulary = statistics.ids_BT, source.config["vocab_size"]
-    if ids_BT is not None and int(ids_BT.max()) >= vocabulary:
+    if int(ids_BT.max()) >= vocabulary:
         raise InvalidInput(
             f"{file} holds the token id {int(ids_BT.max())}, but the source has {vocabulary} embeddings; "
             "collect the statistics again"

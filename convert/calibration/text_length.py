@@ -43,10 +43,8 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
         if layer.distance_NT.shape[1] == span:
             return layer
         lengths = [span] if context is not None else _doubling(length, span)
-        first_NT = layer.first_NT
-        if first_NT is not None:
-            share_N1 = first_NT.sum(1, keepdim=True)
-            first_NT = share_N1 * torch.stack([(torch.arange(span) < n) / n for n in lengths]).mean(0)
+        share_N1 = layer.first_NT.sum(1, keepdim=True)
+        first_NT = share_N1 * torch.stack([(torch.arange(span) < n) / n for n in lengths]).mean(0)
         distance_NT = extended(layer.distance_NT, lengths, layer.first_NT)
         return replace(layer, distance_NT=distance_NT, first_NT=first_NT)
 

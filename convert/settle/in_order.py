@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...core.console import progress
-from ...core.errors import InvalidInput
 from ...models.layered_model import LayeredModel
 from ..algebra.attention import LatentAttention
 from ..algebra.forward import attend
@@ -34,20 +33,12 @@ def in_order(plan: Plan) -> Plan:
     """Return the plan with `inputs`, where its method reads other activations than the source's.
 
     A layer whose attention `forward.attend` does not compute is read through as the source has it.
-
-    Raises:
-        InvalidInput: the statistics are without their tokens.
     """
     rule = peer(plan.method)
     if rule is None or rule.in_order is None or plan.statistics is None:
         return plan
     assert isinstance(plan.target, LatentTarget)
     ids_BT = plan.statistics.ids_BT
-    if ids_BT is None:
-        raise InvalidInput(
-            f"--method {plan.method} reads the calibration tokens again, which these statistics of an "
-            "earlier kvfold do not hold; collect them again"
-        )
     layered = LayeredModel(plan.source.checkpoint)
     batches = [(part_BT, part_BT) for part_BT in ids_BT.split(fitting_batch(plan.source, ids_BT))]
     held = _Held()

@@ -192,7 +192,7 @@ def _narrow_text(plan: Plan) -> list[str]:
     The first layer's inputs are one direction per token. So their number, each weighted by how often it is
     read (the exponential of the entropy of the counts), is how many directions the text moves.
     """
-    if plan.statistics is None or plan.statistics.ids_BT is None:
+    if plan.statistics is None:
         return []
     counts = plan.statistics.ids_BT.unique(return_counts=True)[1].double()
     moved = torch.special.entr(counts / counts.sum()).sum().exp().item()
