@@ -187,12 +187,8 @@ class Statistics:
         """Write a safetensors file, which must not exist; it appears only once it is complete.
 
         Args:
-            file: the file.
             run: hexadecimal SHA-256 of everything that decides the numbers. `RUN_DIGITS` of it are saved, by
                 which `read_run` recognises the file.
-
-        Raises:
-            InvalidInput: the file exists or cannot be written.
         """
         if file.exists():
             raise InvalidInput(
@@ -233,11 +229,7 @@ class Statistics:
 
     @classmethod
     def load(cls, file: Path) -> "Statistics":
-        """Read statistics that `save` wrote.
-
-        Raises:
-            InvalidInput: the file is missing or damaged, or holds no statistics.
-        """
+        """Read statistics that `save` wrote."""
         try:
             if not file.is_file():
                 raise FileNotFoundError(f"{file} is not a regular file")
