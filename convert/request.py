@@ -278,11 +278,7 @@ _RECORDED = (
 
 
 def fold_request(values: Mapping[str, Any], where: str = "") -> FoldRequest:
-    """Return the checked request of values by the names of its fields, from the file `where` if there is one.
-
-    Raises:
-        InvalidInput: names the field, its value and what would be right.
-    """
+    """Return the checked request of values by the names of its fields, from the file `where` if any."""
     return FoldRequest.read(values, _OTHER_NAMES, where)
 
 
@@ -290,9 +286,6 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> FoldRequest:
     """Return the request in a YAML or JSON file, with some values replaced.
 
     `engine` is also read there, which is the name of the option.
-
-    Raises:
-        InvalidInput: names the field, its value and what would be right.
     """
     values = read_yaml(file)
     if "engine" in values and "engines" not in values:

@@ -44,12 +44,7 @@ def cosine(width: int) -> Tensor:
 
 
 def geometric_mean(value_WW: Tensor, cost_WW: Tensor) -> Tensor:
-    """Return the geometric mean of H and S⁻¹: N (W, W) with N S N = H; both are floored first.
-
-    Args:
-        value_WW: S, float64.
-        cost_WW: H, float64.
-    """
+    """Return the geometric mean of H and S⁻¹: N (W, W) with N S N = H; both are floored first."""
     root_WW = matrix_root(floored(value_WW))
     back_WW = torch.linalg.inv(root_WW)
     return _symmetric(back_WW @ matrix_root(_symmetric(root_WW @ floored(cost_WW) @ root_WW)) @ back_WW)

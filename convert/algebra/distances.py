@@ -27,26 +27,25 @@ _STEP = 0.7  # exponent of a correction; 1 oscillates
 _LEAST = 1e-200  # sum of weights, of 1 in all; below it a query's attention counts as none
 
 
-def extended(distance_NT: Tensor, lengths: Sequence[int], first_NT: Tensor | None = None) -> Tensor:
+def extended(distance_NT: Tensor, lengths: Sequence[int], first_NT: Tensor) -> Tensor:
     """Return how attention is spread over distances in texts of some lengths, each as frequent as the others.
 
     Args:
         distance_NT: the same of texts of T tokens, float64; rows sum to 1.
         lengths: of the texts, in tokens; where T is the only one, `distance_NT` is returned.
-        first_NT: the part of `distance_NT` at the first key; None: nothing.
+        first_NT: the part of `distance_NT` at the first key.
 
     Returns:
         (N, U), with U the greatest length, float64; rows sum to 1.
 
     Example:
         >>> uniform_NT = torch.tensor([[1 + 1 / 2, 1 / 2]], dtype=torch.float64) / 2  # two queries
-        >>> extended(uniform_NT, [4])[0] * 4 - torch.tensor([25 / 12, 13 / 12, 7 / 12, 1 / 4])
+        >>> extended(uniform_NT, [4], 0 * uniform_NT)[0] * 4 - torch.tensor([25 / 12, 13 / 12, 7 / 12, 1 / 4])
         tensor([0., 0., 0., 0.], dtype=torch.float64)
     """
     length, longest = distance_NT.shape[1], max(lengths)
     if list(lengths) == [length]:
         return distance_NT
-    first_NT = torch.zeros_like(distance_NT) if first_NT is None else first_NT
     first_N1 = first_NT.sum(1, keepdim=True)
     weight_NU = _weights((distance_NT - first_NT).clamp(min=0))
     if longest > length:

@@ -22,11 +22,7 @@ Layer = TypeVar("Layer", bound=Attention | LatentAttention | IntactAttention)
 
 
 def channel_scales(input_EE: Tensor) -> Tensor:
-    """Return the size of every input channel (D,), relative to their geometric mean; 1 for silent channels.
-
-    Args:
-        input_EE: second moment of the layer's input.
-    """
+    """Return the size of every input channel (D,) next to their geometric mean; 1 for silent channels."""
     size_D = input_EE.diagonal()[:-1].clamp(min=0).sqrt()
     log_D = torch.where(size_D > 0, size_D, torch.nan).log2()
     exponent_D = (log_D - log_D.nanmean()).nan_to_num(0.0)

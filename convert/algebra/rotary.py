@@ -28,9 +28,6 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary part of a config.json, always with `rope_type` and `rope_theta`.
 
     It is `rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` of transformers 4.
-
-    Raises:
-        InvalidInput: it is no object, or its theta no number.
     """
     scaling = stated_rope(config)
     if not isinstance(scaling, dict):
@@ -85,9 +82,6 @@ def longrope_factor(rope: dict[str, Any], positions: int) -> float:
     """Return the factor on cosines and sines of longrope (arXiv 2402.13753), as transformers computes it.
 
     It is 1 for other types.
-
-    Raises:
-        InvalidInput: rope parameters of longrope that are no numbers.
     """
     if rope["rope_type"] != "longrope":
         return 1.0

@@ -96,13 +96,9 @@ def low_rank_energy(rows_CD: Tensor, metric_BSS: Tensor, input_DD: Tensor | None
 
 @contextmanager
 def decomposing(statistics: str) -> Iterator[None]:
-    """Report statistics whose matrices cannot be decomposed.
+    """Refuse statistics whose values are so extreme that matrices cannot be decomposed, as of a damaged file.
 
-    Args:
-        statistics: what they are called, such as `the statistics of layer 3`.
-
-    Raises:
-        InvalidInput: their values are extreme, such as those of a damaged file.
+    `statistics` is what they are called, such as `the statistics of layer 3`.
     """
     try:
         yield

@@ -126,9 +126,6 @@ def from_options(
     """Return the target that sizes ask for, with every number filled in.
 
     Args:
-        source: geometry of the source checkpoint.
-        to: `gqa`, `mqa` or `mla`.
-        sizes: what the user asks for.
         rotary_width: how many of a head's dimensions the source rotates; None is all of them.
         normed: whether it normalises them, so that a latent must hold the normed ones.
 
@@ -183,13 +180,7 @@ def _gqa(source: Geometry, kv_heads: int | None, elements: int | None) -> Groupe
 
 
 def budget_notices(source: Geometry, target: Target, budget: str | None) -> tuple[str, ...]:
-    """Say what a budget of GQA leaves unused, since it keeps a divisor of the source's heads.
-
-    Args:
-        source: geometry of the source checkpoint.
-        target: the target that the budget was read as.
-        budget: `--kv-budget` as it was given; None where there is none.
-    """
+    """Say what a budget of GQA leaves unused, since it keeps a divisor of the source's heads."""
     if budget is None or not isinstance(target, GroupedTarget):
         return ()
     heads, kept, elements = source.num_key_value_heads, target.num_key_value_heads, 2 * source.head_dim

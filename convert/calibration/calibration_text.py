@@ -13,11 +13,7 @@ from ..families.source import Source
 
 
 def count_read(calibration: str, sequences: int) -> int:
-    """Return how many of the sequences are read from a text; the source writes the others.
-
-    Raises:
-        InvalidInput: both kinds are asked for, and there is no sequence for each.
-    """
+    """Return how many of the sequences are read from a text; the source writes the others."""
     own, text = parts(calibration)
     if text is None:
         return 0

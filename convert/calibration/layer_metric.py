@@ -37,12 +37,9 @@ def of_keys(layer: LayerStatistics, attention: Attention) -> LayerMetric:
     all other tokens, and the first token's input counts as often as its own error would cost as much.
 
     Args:
-        layer: the statistics; without a part of first tokens, or a sink, the result is `from_statistics`.
-        attention: the source's weights, float64.
+        layer: the statistics; without a sink, the result is `from_statistics`.
     """
     plain = from_statistics(layer)
-    if layer.first_key_fisher is None or layer.first_value_fisher is None:
-        return plain
     assert plain.input_EE is not None
     first = layer.first_key_fisher, layer.first_value_fisher
     rest = layer.key_fisher - first[0], layer.value_fisher - first[1]

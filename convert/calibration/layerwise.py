@@ -11,12 +11,12 @@ Legend: statistics.py; L layers.
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -34,13 +34,6 @@ from .self_text import check_length
 from .statistics import LayerStatistics, Statistics
 
 Batches = list[tuple[Tensor, Tensor]]
-
-
-class Store(Protocol):
-    """A place for hidden states between layers, by boundary and batch; boundary n is the input of layer n."""
-
-    def put(self, boundary: int, at: int, hidden_BTD: Tensor) -> None:
-        """Keep the hidden states of a batch."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +67,7 @@ def collect(
 
     Args:
         layered: the model; the following arguments are those of `passes.collect`.
-        sequences: token ids (sequences, T).
-        layout: the places of the model's quantities.
-        batch_size: sequences at once.
-        calibration: the source of the sequences, for the record.
-        seed: of the labels.
+        sequences, layout, batch_size, calibration, seed: as there.
         work: a directory for the hidden states between layers, 4 · tokens · D · (L + 1) bytes, and for the
             statistics, which stay on disk; no named file is left in it.
 
@@ -91,7 +80,7 @@ def collect(
     numbers = range(layout.layers[0], len(layered.blocks))
     with _open_store(layered, batches, work) as stored:
         with together():
-            calls = enter(layered, batches, stored)
+            calls = enter(layered, batches, lambda at, hidden_BTD: stored.put(0, at, hidden_BTD))
             _forward(layered, len(batches), stored, calls)
             _turn(layered, batches, stored, calls)
         layers: list[LayerStatistics] = []
@@ -143,13 +132,10 @@ def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "Calls
 
 
 @torch.no_grad()
-def enter(layered: LayeredModel, batches: Batches, stored: Store) -> Calls:
-    """Store the inputs of the first layer and record how each layer is called.
+def enter(layered: LayeredModel, batches: Batches, put: Callable[[int, Tensor], None]) -> Calls:
+    """Give `put` the inputs of the first layer by batch, and record how each layer is called.
 
-    Args:
-        layered: the model.
-        batches: token ids (B, T), each with a tensor that is not read here.
-        stored: gets the inputs, at boundary 0.
+    The batches are token ids (B, T), each with a tensor that is not read here.
     """
     decoder = layered.model.get_decoder()
 
@@ -164,7 +150,7 @@ def enter(layered: LayeredModel, batches: Batches, stored: Store) -> Calls:
             record(batches[0][0][:1, :2])
         for at, (ids_BT, _) in enumerate(batches):
             hidden_BTD, calls.by_size[len(ids_BT)] = record(ids_BT)
-            stored.put(0, at, hidden_BTD)
+            put(at, hidden_BTD)
     return calls
 
 
@@ -209,11 +195,7 @@ class _Stored:
 
 @contextmanager
 def _open_store(layered: LayeredModel, batches: Batches, work: Path) -> Iterator[_Stored]:
-    """Open a file without a name, which is gone with the process however that ends.
-
-    Raises:
-        InvalidInput: the disk is too small.
-    """
+    """Open a file without a name, which is gone with the process however that ends."""
     width = layered.model.config.get_text_config().hidden_size
     need = 4 * width * sum(ids_BT.numel() for ids_BT, _ in batches) * (len(layered.blocks) + 1)
     free = shutil.disk_usage(work).free

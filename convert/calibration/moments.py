@@ -168,11 +168,7 @@ class Sums(dict[str, Tensor]):
         self[name] = self[name].add_(value) if name in self else value
 
     def check_finite(self, layer: int, *, backward: bool) -> None:
-        """Check that the moments of a pass are finite.
-
-        Raises:
-            InvalidInput: a sum is NaN or infinite; names the layer.
-        """
+        """Check that the moments of a pass are finite."""
         for name, moment in MOMENTS.items():
             total = self[name]
             # A second moment that is not finite shows it on its diagonal.

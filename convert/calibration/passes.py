@@ -35,11 +35,7 @@ def collect(
 
     Args:
         model: a transformers causal language model in eval mode and float32, with eager attention.
-        sequences: token ids (sequences, T), int64.
-        layout: the places of the model's quantities.
         batch_size: sequences at once; it changes memory and speed, and no number.
-        calibration: the source of the sequences, for the record.
-        seed: of the labels.
 
     Raises:
         InvalidInput: the sequences are too few, too short or too long for the model, or a statistic is NaN or
@@ -71,11 +67,7 @@ def collect(
 
 
 def share(sequences: Tensor, batch_size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this process's batches: token ids (B, T) and the uniform numbers (B, T) that draw their labels.
-
-    Raises:
-        InvalidInput: there are fewer sequences than processes.
-    """
+    """Return this process's batches: ids (B, T) and the uniform numbers (B, T) that draw their labels."""
     rank, ranks = place()
     check_enough(len(sequences))
     # All labels' random numbers first: neither the batch size nor the number of ranks changes who gets which.

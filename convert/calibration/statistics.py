@@ -14,7 +14,7 @@ in the half layout.
 import hashlib
 import json
 import tempfile
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,8 +89,7 @@ class LayerStatistics:
         output_BTD: the outputs of the attention for the first of them, bfloat16.
         first_key_fisher: the part of `key_fisher` that is of the first token of each sequence. Models attend
             to that token whatever it is (an attention sink, arXiv 2309.17453), so it has most of the gradient
-            and next to none of the inputs. None in files of kvfold before 2026-11-25.
-            and next to none of the inputs. All three are None in files of kvfold before 2026-11-25.
+            and next to none of the inputs.
         first_value_fisher: the part of `value_fisher` that is.
         first_NT: the part of `distance_NT` that is at that token's key.
     """
@@ -104,13 +103,9 @@ class LayerStatistics:
     output_fisher: Tensor
     input_BTD: Tensor
     output_BTD: Tensor
-    first_key_fisher: Tensor | None = None
-    first_value_fisher: Tensor | None = None
-    first_NT: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the statistics that there are, by name."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+    first_key_fisher: Tensor
+    first_value_fisher: Tensor
+    first_NT: Tensor
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Return D, N, K·H and H."""
@@ -132,7 +127,7 @@ class LayerStatistics:
         Tensors of a file are aligned as the file has them. The last bit of a sum depends on the alignment, so
         only copies give the bits that the numbers gave before they were saved.
         """
-        return LayerStatistics(**{name: tensor.clone() for name, tensor in self.tensors().items()})
+        return LayerStatistics(**{name: tensor.clone() for name, tensor in vars(self).items()})
 
     def parked(self, work: Path) -> "LayerStatistics":
         """Return the same numbers in unnamed files of a directory, read when they are used.
@@ -141,7 +136,7 @@ class LayerStatistics:
         """
         mapped = {}
         with tempfile.TemporaryDirectory(dir=work, prefix=PREFIX) as name:
-            for key, tensor in self.tensors().items():
+            for key, tensor in vars(self).items():
                 file = Path(name) / key
                 file.write_bytes(tensor.contiguous().view(torch.uint8).numpy().data)
                 # Mapped, the file lives on without its name.
@@ -160,16 +155,16 @@ class Statistics:
         calibration: `self`, `text:<name>`, ...
         seed: the seed of the draw of tokens and labels.
         reach: the position from which the source's own text breaks down; None where none is known.
-        ids_BT: the tokens, int64, which some rules read again; None in files of kvfold before 2026-11-23.
-        source: hexadecimal digits that identify the model's weights; empty in files before 2026-11-29.
+        ids_BT: the tokens, int64, which some rules read again.
+        source: hexadecimal digits that identify the model's weights; empty in files of kvfold 0.1.0.
     """
 
     layers: tuple[LayerStatistics, ...]
     tokens: int
     calibration: str
     seed: int
+    ids_BT: Tensor
     reach: int | None = None
-    ids_BT: Tensor | None = None
     source: str = ""
 
     def origin(self) -> dict[str, Any]:
@@ -192,12 +187,8 @@ class Statistics:
         """Write a safetensors file, which must not exist; it appears only once it is complete.
 
         Args:
-            file: the file.
             run: hexadecimal SHA-256 of everything that decides the numbers. `RUN_DIGITS` of it are saved, by
                 which `read_run` recognises the file.
-
-        Raises:
-            InvalidInput: the file exists or cannot be written.
         """
         if file.exists():
             raise InvalidInput(
@@ -217,10 +208,9 @@ class Statistics:
         tensors = {
             f"{n}.{name}": tensor.contiguous()
             for n, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors().items()
+            for name, tensor in vars(layer).items()
         }
-        if self.ids_BT is not None:
-            tensors[_IDS] = self.ids_BT.contiguous()
+        tensors[_IDS] = self.ids_BT.contiguous()
         try:
             with whole_file(file) as temporary:
                 save_file(tensors, temporary, {_METADATA: json.dumps(about)})
@@ -233,25 +223,23 @@ class Statistics:
         """SHA-256, hexadecimal, of all numbers and of their origin."""
         digest = hashlib.sha256(json.dumps([self.tokens, self.calibration, self.seed]).encode())
         for layer in self.layers:
-            for tensor in layer.tensors().values():
+            for tensor in vars(layer).values():
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     @classmethod
     def load(cls, file: Path) -> "Statistics":
-        """Read statistics that `save` wrote.
-
-        Raises:
-            InvalidInput: the file is missing or damaged, or holds no statistics.
-        """
+        """Read statistics that `save` wrote."""
         try:
             if not file.is_file():
                 raise FileNotFoundError(f"{file} is not a regular file")
             with safe_open(file, "pt") as stored:
                 about = _read_origin(stored.metadata(), file)
-                held = set(stored.keys())
-                layers = tuple(_read_layer(stored, held, n, file) for n in range(about.layers))
-                ids_BT = _read_ids(stored, about.tokens, file) if _IDS in held else None
+                layers = tuple(
+                    LayerStatistics(**{name: stored.get_tensor(f"{n}.{name}") for name in _SIZES})
+                    for n in range(about.layers)
+                )
+                ids_BT = stored.get_tensor(_IDS)
         except InvalidInput:
             raise
         except (OSError, SafetensorError, ValueError) as error:
@@ -264,30 +252,36 @@ class Statistics:
         return found
 
     def check(self, file: Path) -> None:
-        """Check shape and finiteness of every tensor of every layer.
+        """Check dtype, shape and finiteness of every tensor that was read from a file.
 
         Widths and counts of heads may differ between layers.
 
-        Args:
-            file: the file that holds the statistics, for the error.
-
         Raises:
-            InvalidInput: a tensor is of another shape, or holds NaN or infinite values.
+            InvalidInput: names the first tensor that does not fit those before it, or is not finite.
         """
-        first = self.layers[0]
-        samples, length = first.input_BTD.shape[:2]
-        hidden = first.sizes()[0]
-        sizes = {"D": hidden, "E": hidden + 1, "T": length, "B": samples, "R": first.output_BTD.shape[0]}
+        sizes = dict[str, int]()
         for n, layer in enumerate(self.layers):
-            _, heads, keys, width = layer.sizes()
-            sizes |= {"N": heads, "S": keys, "H": width}
-            for name, tensor in layer.tensors().items():
-                shape = tuple(sizes[letter] for letter in _SIZES[name])
-                if tuple(tensor.shape) != shape or 0 in shape or not is_finite(tensor):
-                    raise InvalidInput(
-                        f"{file} holds {n}.{name} of shape {tuple(tensor.shape)}, where finite numbers of "
-                        f"shape {shape} are needed; collect the statistics again"
-                    )
+            sizes = {letter: size for letter, size in sizes.items() if letter not in "NSH"}
+            for name, tensor in vars(layer).items():
+                letters = [("D", -1) if letter == "E" else (letter, 0) for letter in _SIZES[name]]
+                fits = len(letters) == tensor.ndim and all(
+                    size + more == sizes.setdefault(letter, size + more)
+                    for (letter, more), size in zip(letters, tensor.shape, strict=True)
+                )
+                fits &= tensor.dtype == (torch.bfloat16 if name in _SAMPLES else torch.float64)
+                if not fits or not tensor.numel() or not is_finite(tensor):
+                    raise _unfit(file, f"{n}.{name}", tensor)
+        ids_BT = self.ids_BT
+        is_text = ids_BT.dtype == torch.int64 and ids_BT.ndim == 2 and ids_BT.numel() == self.tokens
+        if not is_text or bool((ids_BT < 0).any()):
+            raise _unfit(file, _IDS, ids_BT)
+
+
+def _unfit(file: Path, name: str, tensor: Tensor) -> InvalidInput:
+    return InvalidInput(
+        f"{file} holds {name} of {tensor.dtype} and shape {tuple(tensor.shape)}, which does not fit the rest "
+        "of it or is not finite; collect the statistics again"
+    )
 
 
 def _read_origin(metadata: dict[str, str] | None, file: Path) -> _Origin:
@@ -301,42 +295,8 @@ def _read_origin(metadata: dict[str, str] | None, file: Path) -> _Origin:
     return _Origin.model_validate(about)
 
 
-def _read_layer(stored: Any, held: set[str], layer: int, file: Path) -> LayerStatistics:
-    """Return one layer's tensors of a file; their shapes are still to be checked."""
-    tensors = {}
-    for field in fields(LayerStatistics):
-        key = f"{layer}.{field.name}"
-        if key not in held and field.default is None:
-            continue
-        tensor = stored.get_tensor(key)
-        wanted = torch.bfloat16 if field.name in _SAMPLES else torch.float64
-        if tensor.dtype != wanted or tensor.ndim != len(_SIZES[field.name]):
-            raise InvalidInput(
-                f"{file} holds {key} as {tensor.ndim}-dimensional {tensor.dtype}, expected "
-                f"{len(_SIZES[field.name])}-dimensional {wanted}; collect the statistics again"
-            )
-        tensors[field.name] = tensor
-    return LayerStatistics(**tensors)
-
-
-def _read_ids(stored: Any, tokens: int, file: Path) -> Tensor:
-    """Return the tokens of a file of statistics (B, T), as many as the metadata says."""
-    ids_BT: Tensor = stored.get_tensor(_IDS)
-    shape = tuple(ids_BT.shape)
-    if ids_BT.dtype != torch.int64 or len(shape) != 2 or ids_BT.numel() != tokens or bool((ids_BT < 0).any()):
-        raise InvalidInput(
-            f"{file} holds {_IDS} as {ids_BT.dtype} of shape {shape}, expected {tokens} token ids in "
-            "sequences; collect the statistics again"
-        )
-    return ids_BT
-
-
 def read_run(file: Path) -> str:
-    """Return what `Statistics.save` was given as `run`; empty for any other file.
-
-    Args:
-        file: a file of statistics, or anything else.
-    """
+    """Return what `Statistics.save` was given as `run`; empty for any other file."""
     if not file.is_file():
         return ""
     try:

@@ -76,14 +76,10 @@ def study(
     """Return the statistics of a source, or None where weights alone are used.
 
     Args:
-        source: the checkpoint.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
             `documents.check_calibration` takes it, behind `self+` for half of each; or saved statistics.
-        sequences: number of sequences that are read.
         length: tokens per sequence, at most the model's positions. None: `reach.default_length`, or less
             where the source's own text breaks down before.
-        seed: of the text and the labels.
-        save: a file that keeps the statistics for other folds of this source.
         layerwise: whether one layer at a time is in memory; None: when the model does not fit whole.
         work: the directory for activations between layers, unless TMPDIR is set; by default the current one.
 
@@ -135,11 +131,7 @@ def study(
 
 
 def _whole_model(checkpoint: Checkpoint) -> Any:
-    """Load a source as `load_model` does, also where its weight files lie in another directory.
-
-    Raises:
-        InvalidInput: it cannot be loaded whole.
-    """
+    """Load a source as `load_model` does, also where its weight files lie in another directory."""
     directory = checkpoint.directory
     if checkpoint.is_in_place:
         return load_model(directory)
@@ -189,9 +181,6 @@ def read_saved(source: Source, calibration: str, save: Path | None) -> Statistic
     """Return saved statistics, where the user names them; refuse mistakes that need no model to be seen.
 
     Arguments are those of `study`.
-
-    Raises:
-        InvalidInput: there is no such file, it is of another model, or nothing can be saved in `save`.
     """
     if calibration == "none":
         if save is not None:
@@ -344,7 +333,7 @@ def _check_source(statistics: Statistics, source: Source, file: str) -> Statisti
             "differ; collect them again with --save-statistics"
         )
     ids_BT, vocabulary = statistics.ids_BT, source.config["vocab_size"]
-    if ids_BT is not None and int(ids_BT.max()) >= vocabulary:
+    if int(ids_BT.max()) >= vocabulary:
         raise InvalidInput(
             f"{file} holds the token id {int(ids_BT.max())}, but the source has {vocabulary} embeddings; "
             "collect the statistics again"

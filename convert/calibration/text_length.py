@@ -17,15 +17,10 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
     Statistics that have them already are returned as they are.
 
     Args:
-        source: the checkpoint that they are of.
-        statistics: None where there are none.
         context: tokens of a text. Distances are extrapolated up to `SPAN`, and in layers with a window up to
             that. None: texts from the length of the calibration text on, each twice as long as the one
             before, up to the source's positions, or those before its own text breaks down. A fold for the
             longest alone loses more in all others than it gains there (docs/notes/slots.md).
-
-    Raises:
-        InvalidInput: the source has fewer positions.
     """
     if context is not None and context > source.positions:
         raise InvalidInput(
@@ -43,10 +38,8 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
         if layer.distance_NT.shape[1] == span:
             return layer
         lengths = [span] if context is not None else _doubling(length, span)
-        first_NT = layer.first_NT
-        if first_NT is not None:
-            share_N1 = first_NT.sum(1, keepdim=True)
-            first_NT = share_N1 * torch.stack([(torch.arange(span) < n) / n for n in lengths]).mean(0)
+        share_N1 = layer.first_NT.sum(1, keepdim=True)
+        first_NT = share_N1 * torch.stack([(torch.arange(span) < n) / n for n in lengths]).mean(0)
         distance_NT = extended(layer.distance_NT, lengths, layer.first_NT)
         return replace(layer, distance_NT=distance_NT, first_NT=first_NT)
 

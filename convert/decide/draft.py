@@ -6,11 +6,11 @@ No weight is written, and none is read but where statistics predict losses.
 from dataclasses import replace
 from pathlib import Path
 
+from ...core.errors import InvalidInput
 from ..algebra.target import LatentTarget, budget_notices
 from ..calibration.statistics import Statistics
 from ..calibration.text_length import at_context
 from ..families.source import Source, open_source
-from ..formats.cache_size import check_prepared_values
 from ..formats.container import Container
 from ..formats.host_class import grouped_container
 from ..methods import table as methods
@@ -39,9 +39,6 @@ def make_draft(
 
     Returns:
         The draft of the least lossy output format that the engines run.
-
-    Raises:
-        InvalidInput: the source cannot be folded, or not to this target.
     """
     source = place if isinstance(place, Source) else open_source(place)
     statistics = at_context(source, statistics, request.context)
@@ -56,14 +53,13 @@ def make_draft(
             return _in_form(source, request, options, statistics)
         return plan_profiles(source, options, lambda other: _in_form(source, request, other, statistics))
 
-    choice = choose_plan(engines, containers_for(engines, request.to, request.container), make)
-    plan = choice.draft.plan
+    draft = choose_plan(engines, containers_for(engines, request.to, request.container), make)
+    plan = draft.plan
     told = served_notices(plan.target, source.geometry, plan.container.cached, engines)
     told += budget_notices(source.geometry, plan.target, request.kv_budget)
     told += engine_notices(plan, engines)
     told += format_notices(plan, engines, request.cache_dtype)
-    notices = (*choice.reasons, *plan.notices, *choice.unsaved, *told)
-    return replace(choice.draft, plan=replace(plan, engines=engines, notices=notices))
+    return replace(draft, plan=replace(plan, engines=engines, notices=(*plan.notices, *told)))
 
 
 def _in_form(
@@ -89,7 +85,11 @@ def _drafted(
     target = served.target if served else target_of(source, request.to, options.sizes, form)
     method = methods.check(target, request.method)
     methods.check_prepared(target, method, request.cache_dtype, request.rank)
-    check_prepared_values(source, request.cache_dtype)
+    if source.family.value_norm and request.cache_dtype != "bfloat16":
+        raise InvalidInput(
+            f"--cache-dtype {request.cache_dtype} does not apply to {source.family.label}, whose values are "
+            "normalised before they are cached, so that no weight prepares them; leave it out"
+        )
     division = choose_slots(
         source,
         target,

@@ -5,18 +5,15 @@ tensor shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import replace
 
-from ...checkpoints.shards import TensorSpec
 from ...core.errors import InvalidInput
 from ...engines.rules.engine_names import ENGINES
 from ...engines.rules.engine_rules import format_findings, lint_written
 from ...engines.rules.output_kinds import UNKNOWN
 from ...engines.rules.rule_types import LintFinding, Written
 from ...models.remote_code import HERE
-from .plan import Draft
+from .plan import Draft, Plan
 
 SERVED = "serving"  # the stock class in the widths that engines have kernels for
 _FORMS = {
@@ -25,58 +22,13 @@ _FORMS = {
 }
 
 
-class PlannedOutput(Protocol):
-    """The part of a plan that engines' rules read."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return config.json of the output."""
-
-    @property
-    def read_specs(self) -> dict[str, TensorSpec]:
-        """Return shape and dtype of every tensor as it is read, by name: quantised weights whole."""
-
-    @property
-    def scheme(self) -> str:
-        """Return the quantisation method of its weights; empty where they are not quantised."""
-
-    @property
-    def latent_norm(self) -> str | None:
-        """Return what the norms of a stock latent do, as `Plan.latent_norm`."""
-
-    @property
-    def tokenizer(self) -> Path:
-        """Return the directory of the tokenizer that the output gets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice:
-    """A plan that all named engines run.
-
-    Attributes:
-        draft: of the plan.
-        reasons: which format was chosen and which were not, in sentences.
-        unsaved: the engines that run it without a smaller cache, or may do so, in sentences.
-    """
-
-    draft: Draft
-    reasons: tuple[str, ...] = ()
-    unsaved: tuple[str, ...] = ()
-
-
 def are_served(engines: Sequence[str]) -> bool:
     """Return whether one of the engines runs the stock class in the serving widths only."""
     return any(engine != "transformers" for engine in engines)
 
 
 def containers_for(engines: Sequence[str], to: str, container: str | None) -> tuple[str, ...]:
-    """Return the output formats to try, the least lossy first.
-
-    Args:
-        engines: that must run the output; none where no engine was named.
-        to: `gqa`, `mqa` or `mla`.
-        container: the user's choice of `auto`, `stock` or `remote`; None is `auto`.
-    """
+    """Return the output formats to try, the least lossy first; `container` is the user's choice."""
     choice = container or "auto"
     if to != "mla" or not are_served(engines):
         return (choice,)
@@ -88,23 +40,17 @@ def containers_for(engines: Sequence[str], to: str, container: str | None) -> tu
     return ("remote", SERVED)
 
 
-def choose_plan(
-    engines: Sequence[str], containers: Sequence[str], make: Callable[[str], Draft]
-) -> EngineChoice:
-    """Return the first plan that all engines run with a smaller cache.
+def choose_plan(engines: Sequence[str], containers: Sequence[str], make: Callable[[str], Draft]) -> Draft:
+    """Return the first draft that all engines run with a smaller cache, its notices with the reasons.
 
     Where there is only one format to try, a plan whose cache is not smaller in every engine is accepted too.
-
-    Args:
-        engines: that must run the output.
-        containers: of `containers_for`.
-        make: returns the draft of a container, or raises InvalidInput.
+    `make` returns the draft of one of the containers, or raises InvalidInput.
 
     Raises:
         InvalidInput: no plan is accepted; the message gives the reason for each container.
     """
     if not engines:
-        return EngineChoice(draft=make(containers[0]))
+        return make(containers[0])
     is_only = len(containers) == 1
     refused: dict[str, InvalidInput | LintFinding] = {}
     for container in containers:
@@ -120,8 +66,8 @@ def choose_plan(
         unsaved = [finding for finding in found if finding.effect == "saves no cache"]
         unsaved += [finding for finding in found if finding.effect == UNKNOWN]
         if not failing and (is_only or not unsaved):
-            reasons = _reasons(engines, container, refused)
-            return EngineChoice(draft=draft, reasons=reasons, unsaved=tuple(map(str, unsaved)))
+            told = (*_reasons(engines, container, refused), *draft.plan.notices, *map(str, unsaved))
+            return replace(draft, plan=replace(draft.plan, notices=told))
         refused[container] = (failing or unsaved)[0]
     sentences = {str(why) for why in refused.values()}
     raise InvalidInput(sentences.pop() if len(sentences) == 1 else _refusal(engines, refused))
@@ -141,29 +87,27 @@ def _refusal(engines: Sequence[str], refused: Mapping[str, InvalidInput | LintFi
     return f"no output format of this target suits {', '.join(engines)}: {'; '.join(clauses)}; {remedy}"
 
 
-def judge(plan: PlannedOutput, engines: Sequence[str]) -> list[LintFinding]:
+def judge(output: Plan | Written, engines: Sequence[str]) -> list[LintFinding]:
     """Lint a planned output for some engines, from its config.json and the tensors' shapes."""
-    return lint_written(_written(plan), engines)
+    return lint_written(output if isinstance(output, Written) else _written(output), engines)
 
 
-def _written(plan: PlannedOutput) -> Written:
+def _written(plan: Plan) -> Written:
     is_linear = plan.latent_norm == "linear"
-    return Written(HERE, dict(plan.config), plan.read_specs, is_linear, plan.tokenizer, plan.scheme)
+    return Written(HERE, plan.config, plan.read_specs, is_linear, plan.tokenizer, plan.scheme)
 
 
-def unfit(plan: PlannedOutput, engines: Sequence[str]) -> dict[str, list[LintFinding]]:
+def unfit(output: Plan | Written, engines: Sequence[str]) -> dict[str, list[LintFinding]]:
     """Return for each engine the findings that keep it from running an output with its smaller cache."""
-    found = judge(plan, engines)
+    found = judge(output, engines)
     against = [finding for finding in found if finding.fails or finding.effect in ("saves no cache", UNKNOWN)]
     return {engine: [finding for finding in against if finding.engine == engine] for engine in engines}
 
 
-def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ...]:
+def engine_notices(plan: Plan, engines: Sequence[str]) -> tuple[str, ...]:
     """Say which engines run a stock latent output, and what keeps the others from it.
 
-    Args:
-        plan: the output.
-        engines: that must run it; where some are named, nothing is said of others.
+    Where some are named, nothing is said of others.
     """
     if engines or _written(plan).layout != "stock":
         return ()
@@ -182,13 +126,8 @@ def engine_notices(plan: PlannedOutput, engines: Sequence[str]) -> tuple[str, ..
     )
 
 
-def format_notices(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> tuple[str, ...]:
+def format_notices(plan: Plan, engines: Sequence[str], dtype: str) -> tuple[str, ...]:
     """Say which engines store the output's cache in the format that it is prepared for.
-
-    Args:
-        plan: the output.
-        engines: that must run it.
-        dtype: the format.
 
     Raises:
         InvalidInput: one of them does not store such a cache in it.
@@ -205,7 +144,7 @@ def format_notices(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> t
     return (f"the cache is prepared for {dtype}: {said} (kvfold verify --cache-dtype {dtype})",)
 
 
-def format_refusal(plan: PlannedOutput, engines: Sequence[str], dtype: str) -> str | None:
+def format_refusal(plan: Plan, engines: Sequence[str], dtype: str) -> str | None:
     """Return a sentence on the first of some engines that does not store the output's cache in a format."""
     layout = _written(plan).layout
     for engine in engines:

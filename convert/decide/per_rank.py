@@ -30,11 +30,7 @@ class Ranks:
     context: int = 1
 
     def check(self, geometry: Geometry) -> None:
-        """Refuse ranks that no engine can form.
-
-        Raises:
-            InvalidInput: heads do not divide over them, or DCP has more ranks than there are.
-        """
+        """Refuse ranks that no engine can form."""
         heads = geometry.num_attention_heads
         if heads % self.tensor:
             raise InvalidInput(

@@ -14,7 +14,6 @@ from ...checkpoints.quantised.unconverted import OutputModules
 from ...checkpoints.shards import TensorSpec
 from ...core.version import __version__
 from ..algebra.target import Sizes
-from ..formats.cache_size import cache_size
 from ..formats.container import Copy
 from ..formats.serving_widths import Profile
 from ..layer.fold_inputs import Folding
@@ -155,7 +154,25 @@ class Plan(Folding):
         Where layers are unlike, elements per layer are the mean of those with a cache, and `kinds` has those
         of each kind.
         """
-        return cache_size(self.source, self.container, self.dtype)
+        source, attending = self.source, self.source.attending
+        before = [source.shape(layer).geometry.cache_elements for layer in attending]
+        after = [self.container.elements(layer) for layer in attending]
+
+        def size(elements: list[int]) -> dict[str, int | float]:
+            mean = sum(elements) / len(elements)
+            return {
+                "elements_per_token_per_layer": int(mean) if mean.is_integer() else mean,
+                "bytes_per_token": sum(elements) * self.dtype.itemsize,
+            }
+
+        more: dict[str, Any] = {"layers": source.kinds} if source.kinds else {}
+        if source.family.unlike:
+            kinds: dict[str, dict[str, int]] = {}
+            for layer, old, new in zip(attending, before, after, strict=True):
+                name = str(source.config["layer_types"][layer])
+                kinds.setdefault(name, {"layers": 0, "before": old, "after": new})["layers"] += 1
+            more["kinds"] = kinds
+        return {"before": size(before), "after": size(after), "ratio": sum(after) / sum(before), **more}
 
     def calibration(self) -> dict[str, Any] | None:
         """Return the text, tokens and seed of the statistics; None where only weights are used."""

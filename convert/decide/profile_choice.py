@@ -22,11 +22,7 @@ NARROW_COST = 0.01
 
 
 def profiles_for(source: Source, options: DraftOptions) -> tuple[Profile, ...]:
-    """Return the profiles that the options and the source's cache leave, the widest first.
-
-    Raises:
-        InvalidInput: the sizes do not fit the source, where engines take any width.
-    """
+    """Return the profiles that the options and the source's cache leave, the widest first."""
     rank, budget, engines = options.sizes.rank, options.sizes.kv_budget, options.engines
     size = source.geometry.cache_elements
     if rank == "full":
@@ -59,16 +55,11 @@ def _own(source: Source, sizes: Sizes) -> Profile:
     )
 
 
-def choose_profile(
-    profiles: Sequence[Profile], make: Callable[[Profile], Draft]
-) -> tuple[Draft, Profile, str]:
-    """Draft each profile, and return the draft to take, its profile, and the reason.
+def choose_profile(profiles: Sequence[Profile], make: Callable[[Profile], Draft]) -> tuple[Draft, str]:
+    """Draft each profile, and return the draft to take, and the reason.
 
     The narrow one is taken where it is predicted to cost at most NARROW_COST more; without a prediction the
     wide one is.
-
-    Raises:
-        InvalidInput: the source fits none.
     """
     made: list[tuple[Draft, Profile]] = []
     refusal: InvalidInput | None = None
@@ -82,27 +73,24 @@ def choose_profile(
         raise refusal
     wide, narrow = made[0], made[-1]
     if wide is narrow:
-        return *wide, ""
+        return wide[0], ""
     losses = wide[0].plan.predicted, narrow[0].plan.predicted
     if losses[0] is None or losses[1] is None:
         why = (
             f"{wide[1]} was taken without a prediction of losses; --rank {narrow[1].latent} takes "
             f"{narrow[1]}, whose cache is smaller"
         )
-        return *wide, why
+        return wide[0], why
     told = f"predicted losses are {losses[0]:.4f} nats with {wide[1]} and {losses[1]:.4f} with {narrow[1]}"
     if losses[1] <= losses[0] + NARROW_COST:
-        return *narrow, f"{told}: {narrow[1]} was taken; --rank {wide[1].latent} takes {wide[1]}"
-    return *wide, f"{told}: {wide[1]} was taken; --rank {narrow[1].latent} takes {narrow[1]}"
+        return narrow[0], f"{told}: {narrow[1]} was taken; --rank {wide[1].latent} takes {wide[1]}"
+    return wide[0], f"{told}: {wide[1]} was taken; --rank {narrow[1].latent} takes {narrow[1]}"
 
 
 def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOptions], Draft]) -> Draft:
     """Draft the profiles that fit, and return the draft to take, with the reason if there was a choice.
 
     `make` returns the draft of options with a profile, and with its rank where they have no size.
-
-    Raises:
-        InvalidInput: the source or the rotary width fits no profile.
     """
     sizes, engines = options.sizes, options.engines
     has_size, rope = sizes.rank is not None or sizes.kv_budget is not None, sizes.rope_dim
@@ -121,7 +109,7 @@ def plan_profiles(source: Source, options: DraftOptions, make: Callable[[DraftOp
         asked = options if has_size else options.with_sizes(rank=profile.latent)
         return make(replace(asked, profile=profile))
 
-    draft, _, reason = choose_profile(profiles_for(source, options), in_profile)
+    draft, reason = choose_profile(profiles_for(source, options), in_profile)
     return draft.telling(reason) if reason else draft
 
 

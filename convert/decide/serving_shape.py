@@ -51,9 +51,6 @@ def served_shape(source: Source, options: DraftOptions, profile: Profile) -> Ser
     """Return the target that is folded for a profile, and its rotary slots.
 
     The latent is at most the profile's. The source is decoupled and held by the stock class.
-
-    Raises:
-        InvalidInput: an option or the source asks for something else.
     """
     sizes = options.sizes
     check_options("mla", sizes)
@@ -195,9 +192,6 @@ def stream_scale(source: Source, block: FoldedBlock, profile: Profile) -> float:
 
     With the source's epsilon ε and the profile's ε', the factor s makes both norms equal: x / sqrt(mean(x²) +
     ε) = s x / sqrt(mean((s x)²) + s² ε), and s² ε = ε'.
-
-    Raises:
-        InvalidInput: the source's epsilon is not positive.
     """
     epsilon = CENTRED_EPSILON if block.centred else source.config.get("rms_norm_eps") or 0.0
     if epsilon <= 0:

@@ -96,14 +96,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Check the values of a config.json.
-
-    Args:
-        config: as it is on disk.
-
-    Raises:
-        InvalidInput: names the first field whose value is wrong, and what would be right.
-    """
+    """Refuse a config.json, as it is on disk, by the first field whose value is wrong."""
     _check_table(config, _FIELDS, "")
     for field in _ROPE:
         for path, rope in _rope_objects(config.get(field), field):
@@ -114,25 +107,14 @@ def check_fields(config: Mapping[str, Any]) -> None:
 
 
 def check_places(config: Mapping[str, Any]) -> None:
-    """Check the values of a multimodal config.json that are not the text model's, and the names of classes.
-
-    Args:
-        config: as it is on disk.
-
-    Raises:
-        InvalidInput: names the first field whose value is wrong, and what would be right.
-    """
+    """Refuse a multimodal config.json by a wrong value that is not the text model's, or name of a class."""
     _check_table(config, _PLACES, "")
     if isinstance(text := config.get("text_config"), dict):
         _check_table(text, {"architectures": _NAMES}, "text_config.")
 
 
 def check_layers(config: Mapping[str, Any], *, mixers: bool) -> None:
-    """Check that the layers of a complete config rotate or not, and that some attend.
-
-    Raises:
-        InvalidInput: names the field whose value is wrong, and what would be right.
-    """
+    """Refuse a complete config in which `no_rope_layers` has not a 0 or 1 per layer, or no layer attends."""
     layers, turned = config["num_hidden_layers"], config.get("no_rope_layers")
     if turned is not None and not (
         isinstance(turned, list) and len(turned) == layers and all(value in (0, 1) for value in turned)
@@ -150,9 +132,6 @@ def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
 
     Ids of the beginning and the end may be beyond the vocabulary: they are the defaults of a class whose
     vocabulary is larger, and `known_ids` leaves them out. Transformers cannot load such an id of padding.
-
-    Raises:
-        InvalidInput: names the first id that is none.
     """
     for field in _IDS:
         # -1 stands for no padding in checkpoints of the first Llama.
@@ -175,6 +154,20 @@ def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         if known != ids:
             changed[field] = known or None
     return changed
+
+
+def former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in which transformers 4 and engines look for the rope parameters of a config.json.
+
+    They are empty where it has none, has one set for each kind of layer, or says them in those fields too.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_theta") is None or config.get("rope_scaling"):
+        return {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_scaled = rope.get("rope_type", "default") != "default"
+    share = {key: value for key, value in rope.items() if key == "partial_rotary_factor"}
+    return {**share, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}
 
 
 def _ids_of(config: Mapping[str, Any], field: str) -> list[Any]:

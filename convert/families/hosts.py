@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .config_fields import former_rope
 from .family import Family
 from .rows import FAMILIES
 
@@ -61,12 +62,8 @@ def _falcon(source: Mapping[str, Any], kv_heads: int, rope: Mapping[str, Any]) -
         "multi_query": False,
         "bias": True,
         "alibi": False,
-        # 5.x reads rope_parameters, 4.x the two fields after it.
         "rope_parameters": dict(rope),
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None
-        if rope["rope_type"] == "default"
-        else {k: v for k, v in rope.items() if k != "rope_theta"},
+        **former_rope({"rope_parameters": rope}),
     }
 
 

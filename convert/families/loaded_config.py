@@ -38,11 +38,7 @@ def _with_infinities(found: dict[str, Any]) -> Any:
 
 
 def loaded_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the configuration that the class makes of a config.json, next to its other fields.
-
-    Raises:
-        InvalidInput: the class refuses it.
-    """
+    """Return the fields of the configuration that the class makes of a config.json, next to its others."""
     from huggingface_hub.errors import StrictDataclassError
 
     from ...models.load_failures import no_warnings

@@ -137,9 +137,6 @@ def complete(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Its fields have the names that Llama's have, `rope_parameters` says how layers rotate, and `layer_types`
     the kind of every layer, where there is more than one.
-
-    Raises:
-        InvalidInput: a field has a value that the class or kvfold does not read.
     """
     check_fields(config)
     whole = loaded_config(family, config)
@@ -171,11 +168,7 @@ def attending(family: Family, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
-    """Return the attention shape that a complete config states.
-
-    Raises:
-        InvalidInput: the sizes do not fit together.
-    """
+    """Return the attention shape that a complete config states."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -232,7 +225,6 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None
     """Return why the stock latent class cannot hold a checkpoint, and a way out; None when it can.
 
     Args:
-        config: a complete one.
         regressed: key norms are no obstacle, because linear functions stand for them.
     """
     family = configured(FAMILIES[config["model_type"]], config)

@@ -172,9 +172,6 @@ class Source:
 
         Pairs that do not rotate come after those that do, at a frequency that is practically zero.
 
-        Args:
-            layer: its number; None where all layers that attend are alike.
-
         Raises:
             InvalidInput: they depend on the length of the input, or no layer is named and layers differ.
         """
@@ -200,9 +197,6 @@ class Source:
         """Return the same for methods that only weigh by frequencies.
 
         Where frequencies depend on the input's length, these are those of short inputs.
-
-        Raises:
-            InvalidInput: there are more or fewer short factors than rotary pairs.
         """
         rope = layer_rope(self.config, layer)
         if (
@@ -239,7 +233,6 @@ class Source:
         """Return a layer's attention, float64.
 
         Args:
-            layer: its number.
             rotary_factor: factor on the cosines and sines, which goes into the scale, or, where a part of a
                 head does not rotate, into the queries.
         """
@@ -349,11 +342,7 @@ def _pair_gain(product_XH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def open_source(place: Path | Checkpoint) -> Source:
-    """Open the checkpoint in a directory, or one whose tensors are read from elsewhere.
-
-    Raises:
-        InvalidInput: it cannot be folded.
-    """
+    """Open the checkpoint in a directory, or one whose tensors are read from elsewhere."""
     directory = place if isinstance(place, Path) else place.directory
     check_unfolded(directory)
     checkpoint = open_checkpoint(place) if isinstance(place, Path) else place
@@ -402,11 +391,7 @@ def open_source(place: Path | Checkpoint) -> Source:
 
 
 def shape_of(family: Family, config: Mapping[str, Any], geometry: Geometry, layer: int) -> LayerShape:
-    """Return the row, the heads and the rotary width of one layer.
-
-    Raises:
-        InvalidInput: its sizes do not fit together.
-    """
+    """Return the row, the heads and the rotary width of one layer."""
     heads = own_geometry(family, config, geometry, layer)
     return LayerShape(
         family=own_row(family, config, layer),

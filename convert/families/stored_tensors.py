@@ -22,11 +22,7 @@ def names_outside_attention(family: Family, config: Mapping[str, Any]) -> list[s
 
 
 def biases_of(checkpoint: Checkpoint, family: Family, layers: Mapping[int, LayerShape]) -> frozenset[str]:
-    """Return the roles with a bias, after checking every layer's tensors and shapes against config.json.
-
-    Raises:
-        InvalidInput: a tensor is missing or misshapen, or layers have unlike biases.
-    """
+    """Return the roles with a bias, after checking every layer's tensors and shapes against config.json."""
     first = min(layers)
     biases = frozenset(
         role for role, name in family.projections(first).items() if f"{name}.bias" in checkpoint

@@ -134,12 +134,7 @@ def _changed(name: str, spec: TensorSpec, change: Callable[[Tensor], Tensor]) ->
 
 
 def folded_block(family: Family, config: Mapping[str, Any]) -> FoldedBlock:
-    """Return the changes that turn the layers of a checkpoint into Llama's.
-
-    Args:
-        family: one whose `block` is a `Block`.
-        config: complete.
-    """
+    """Return the changes that turn the layers of a checkpoint into Llama's."""
     block = family.block
     assert isinstance(block, Block)
 

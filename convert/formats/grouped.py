@@ -1,7 +1,7 @@
 """GQA and MQA in the source's own class, with fewer key/value heads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +12,12 @@ from ...checkpoints.shards import TensorSpec
 from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import Geometry, GroupedTarget
+from ..families.config_fields import former_rope
 from ..families.family import Family
 from ..families.layers.layer_shapes import LayerShape, with_fewer_heads
-from ..families.packing import outputs, pack, shapes
+from ..families.packing import pack
 from ..families.source import Source
+from ..families.stored_tensors import attention_shapes
 from .container import Container
 
 
@@ -62,7 +64,6 @@ class Grouped(FewerHeads):
 
     @property
     def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
         return self.family.architecture
 
     def elements(self, layer: int) -> int:
@@ -76,28 +77,18 @@ class Grouped(FewerHeads):
         return self.target.num_key_value_heads, self.geometry.num_key_value_heads
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json of the output, made from the source's."""
         made = {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
         made |= former_rope(made)
         return with_fewer_heads(made, self._share) if self.family.unlike else made
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of one layer's attention tensors."""
-        family, folded = self.layers[layer].family, self.layers[layer].folded(self._share)
-        weights = shapes(family, folded)
-        rows = outputs(family, folded)
-        specs = {}
-        for role, name in family.projections(layer).items():
-            specs[f"{name}.weight"] = TensorSpec(dtype, weights[role])
-            if role in self.biases:
-                specs[f"{name}.bias"] = TensorSpec(dtype, (rows[role],))
-        norm = family.norm("k", layer)
-        if norm is not None and family.norm_spans == "heads":
-            specs[norm] = TensorSpec(dtype, (folded.num_key_value_heads * folded.head_dim,))
-        return specs
+        own = self.layers[layer]
+        found = dict(attention_shapes(replace(own, geometry=own.folded(self._share)), layer, self.biases))
+        passing = {own.family.norm("q", layer)}  # norms that do not change with the heads
+        passing |= {own.family.norm("k", layer)} if own.family.norm_spans == "head" else set()
+        return {name: TensorSpec(dtype, shape) for name, shape in found.items() if name not in passing}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
-        """Return one folded layer's attention under the names and in the layout of the class."""
         assert isinstance(attention, Attention)
         family = self.layers[layer].family
         names = family.projections(layer)
@@ -113,20 +104,6 @@ class Grouped(FewerHeads):
     def notices(self, source: Source, why: str | None) -> list[str]:
         """Return a warning where transformers' class caches every query head, folded or not."""
         return cached_queries(self.family)
-
-
-def former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields in which transformers 4 and engines look for the rope parameters of a config.json.
-
-    They are empty where it has none, has one set for each kind of layer, or says them in those fields too.
-    """
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or rope.get("rope_theta") is None or config.get("rope_scaling"):
-        return {}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    is_scaled = rope.get("rope_type", "default") != "default"
-    share = {key: value for key, value in rope.items() if key == "partial_rotary_factor"}
-    return {**share, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}
 
 
 def cached_queries(family: Family) -> list[str]:

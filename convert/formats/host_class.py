@@ -17,8 +17,10 @@ from ..algebra.attention import Attention
 from ..algebra.forward import AnyAttention
 from ..algebra.target import GroupedTarget
 from ..families.hosts import HOSTS, Host
-from ..families.packing import outputs, pack, shapes
+from ..families.layers.layer_shapes import LayerShape
+from ..families.packing import pack
 from ..families.source import Source
+from ..families.stored_tensors import attention_shapes
 from ..methods.latent import source_bands
 from .container import Container, Copy, unchanged
 from .grouped import FewerHeads, Grouped, cached_queries
@@ -43,26 +45,17 @@ class HostClass(FewerHeads):
 
     @property
     def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
         return self.host.family.architecture
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json of the output, made from the source's complete one."""
         written = self.host.config(source, self.target.num_key_value_heads, self.rope)
         return {"architectures": [self.architecture], **written}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of one layer's attention tensors."""
-        family = self.host.family
         folded = replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads)
-        weights = shapes(family, folded)
-        rows = outputs(family, folded)
-        specs = {}
-        for role, name in family.projections(layer).items():
-            specs[f"{name}.weight"] = TensorSpec(dtype, weights[role])
-            if self.biases:
-                specs[f"{name}.bias"] = TensorSpec(dtype, (rows[role],))
-        return specs
+        shape = LayerShape(family=self.host.family, geometry=folded, rotary_width=0)
+        biases = set(shape.family.roles) if self.biases else set[str]()
+        return {name: TensorSpec(dtype, sizes) for name, sizes in attention_shapes(shape, layer, biases)}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """Return one folded layer's attention under the names and in the layout of the class.
@@ -82,11 +75,7 @@ class HostClass(FewerHeads):
         }
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """Return a tensor that is not attention under its new name.
-
-        Raises:
-            InvalidInput: the class has no place for it.
-        """
+        """Return a tensor that is not attention under its new name."""
         if name == self.family.head:
             return unchanged(name, spec, self.host.family.head)
         module, _, part = name.removeprefix(self.family.prefix).rpartition(".")
@@ -118,9 +107,6 @@ def grouped_container(source: Source, target: GroupedTarget) -> Container:
     """Return the output format of fewer key/value heads.
 
     It is the source's own class where that has key/value heads, and its host otherwise.
-
-    Raises:
-        InvalidInput: no class holds that many key/value heads.
     """
     family, geometry = source.family, source.geometry
     if family.kv_heads is not None:

@@ -45,12 +45,7 @@ def to_trainable(model: nn.Module) -> None:
 
 
 def to_published(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of a model opened by `to_trainable`, in the form that stock classes load.
-
-    Args:
-        model: the opened model, whose modules show which norms were opened.
-        state: its tensors, by the names of `model.state_dict()`.
-    """
+    """Return the state dict of a model opened by `to_trainable`, in the form that stock classes load."""
     published = dict(state)
     for name, module in model.named_modules():
         if not isinstance(module, LinearNorm):

@@ -66,12 +66,10 @@ class Remote(Container):
 
     @property
     def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
         return ARCHITECTURE
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the code that is shipped with the weights."""
         return tuple(HERE / name for name in FILES)
 
     @property
@@ -91,7 +89,6 @@ class Remote(Container):
 
     @property
     def folds_jointly(self) -> bool:
-        """Return whether keys and values come from one latent without a rotary key."""
         return not self.target.qk_rope_head_dim
 
     @property
@@ -135,7 +132,6 @@ class Remote(Container):
         return tuple(role for role, there in wanted.items() if there)
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json of the output, made from the source's as it is on disk."""
         ours: dict[str, Any] = {
             "form": self.target.rope,
             "source_model_type": source["model_type"],
@@ -205,7 +201,6 @@ class Remote(Container):
         return {"head_dim": width, "num_key_value_heads": self.geometry.num_attention_heads, **plain}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of one layer's attention tensors."""
         place = self._place.format(layer=layer)
         shapes: dict[str, tuple[int, ...]] = {}
         for role, (name, rows, columns) in self._weights().items():
@@ -267,7 +262,6 @@ class Remote(Container):
         return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}
 
     def norms(self, layer: int) -> tuple[str, ...]:
-        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
         names = {"q": self.family.norm("q", layer), "k": self.family.norm("k", layer)}
         return tuple(
             str(names[which])
@@ -285,7 +279,6 @@ class Remote(Container):
         return {which: f"{place}.{which}_norm.weight" for which in written if written[which]}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
-        """Return one folded layer's attention under the names and in the layout of the class."""
         assert not isinstance(attention, Attention)
         factor = attention.scale / self.scale
         if isinstance(attention, IntactAttention | NormedLatentAttention) and attention.q_norm_NH is not None:
@@ -370,12 +363,7 @@ class Remote(Container):
 
 
 def _features(attention: NormedLatentAttention, query: str) -> dict[str, Tensor]:
-    """Return the tensors of a decoupled layer with key norms that others have not, or have otherwise.
-
-    Args:
-        attention: the layer.
-        query: name of the projection to queries.
-    """
+    """Return the tensors of a decoupled layer with key norms that others have not, or have otherwise."""
     named: dict[str, Tensor | None] = {
         f"{query}.weight": attention.q_NHA.flatten(0, 1),
         f"{query}.bias": None if attention.q_NH is None else attention.q_NH.flatten(),

@@ -63,11 +63,7 @@ class Served:
 
 
 def choose_heads(profile: Profile, nope: int, value: int) -> tuple[int, int]:
-    """Return the narrowest heads of a profile that hold un-rotated queries and values of some widths.
-
-    Raises:
-        InvalidInput: there are none.
-    """
+    """Return the narrowest heads of a profile that hold un-rotated queries and values of some widths."""
     for heads in profile.heads:
         if nope <= heads[0] and value <= heads[1]:
             return heads

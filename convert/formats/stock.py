@@ -26,6 +26,7 @@ from ..algebra.attention import LatentAttention
 from ..algebra.forward import AnyAttention
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import Geometry, LatentTarget
+from ..families.config_fields import former_rope
 from ..families.source import Source
 from .blocks import FoldedBlock
 from .container import Container, Copy
@@ -51,11 +52,7 @@ _KEY_NORMS = (
 
 
 def stock_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's attention tensors by their names in it.
-
-    Args:
-        config: fields of the class's config.json.
-    """
+    """Return the shapes of a layer's attention tensors by their names in it, from fields of config.json."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -109,7 +106,6 @@ class Stock(Container):
 
     @property
     def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
         return "DeepseekV3ForCausalLM"
 
     @property
@@ -143,7 +139,6 @@ class Stock(Container):
 
     @property
     def profile(self) -> Profile | None:
-        """Return the widths of other engines that the output was brought into, if it was."""
         return None if self.served is None else self.served.profile
 
     @property
@@ -157,14 +152,20 @@ class Stock(Container):
             rank = self.geometry.hidden_size
         return rank if rank is None else rank + self.biases
 
-    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json of the output, made from the source's."""
+    @property
+    def _widths(self) -> dict[str, Any]:
+        """Return the fields of config.json that the shapes of attention follow from."""
         (latent, rope), (nope, value) = self.cached, self.heads
-        scaling = (
-            None
-            if self.rope["rope_type"] == "default"
-            else {k: v for k, v in self.rope.items() if k != "rope_theta"}
-        )
+        return {
+            "kv_lora_rank": latent,
+            "q_lora_rank": self.query_rank,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": nope,
+            "v_head_dim": value,
+            "attention_bias": self.biases,
+        }
+
+    def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
@@ -172,17 +173,11 @@ class Stock(Container):
             **self.block.config(source),
             **({} if self.served is None else {"rms_norm_eps": self.served.profile.epsilon}),
             "num_key_value_heads": self.geometry.num_attention_heads,
-            "kv_lora_rank": latent,
-            "q_lora_rank": self.query_rank,
-            "qk_rope_head_dim": rope,
-            "qk_nope_head_dim": nope,
-            "v_head_dim": value,
-            "attention_bias": self.biases,
-            # 5.x reads rope_parameters, 4.x the two fields after it; writing only one loads silently wrong in
+            **self._widths,
+            # 5.x reads rope_parameters, 4.x the fields after it; writing only one loads silently wrong in
             # the other.
             "rope_parameters": dict(self.rope),
-            "rope_theta": self.rope["rope_theta"],
-            "rope_scaling": scaling,
+            **former_rope({"rope_parameters": self.rope}),
             "rope_interleave": True,
             # All layers are dense; the class wants numbers for experts that do not exist.
             "first_k_dense_replace": source["num_hidden_layers"],
@@ -197,20 +192,7 @@ class Stock(Container):
         }
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Return names, shapes and dtypes of one layer's attention tensors."""
-        (latent, rope), (nope, value) = self.cached, self.heads
-        shapes = stock_shapes(
-            {
-                "num_attention_heads": self.geometry.num_attention_heads,
-                "hidden_size": self.geometry.hidden_size,
-                "kv_lora_rank": latent,
-                "q_lora_rank": self.query_rank,
-                "qk_rope_head_dim": rope,
-                "qk_nope_head_dim": nope,
-                "v_head_dim": value,
-                "attention_bias": self.biases,
-            }
-        )
+        shapes = stock_shapes({**vars(self.geometry), **self._widths})
         return {
             _PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()
         }
@@ -241,11 +223,8 @@ class Stock(Container):
         if self.query_rank is not None:
             named |= self._query(attention, named.pop("q_proj.weight"), factor)
         if self.biases:
-            slot_R = (
-                torch.zeros_like(attention.k_rope_RD[:, 0])
-                if attention.k_rope_R is None
-                else attention.k_rope_R
-            )
+            slot_R = attention.k_rope_R
+            slot_R = torch.zeros_like(attention.k_rope_RD[:, 0]) if slot_R is None else slot_R
             named["kv_a_proj_with_mqa.bias"] = torch.cat([slot_R.new_zeros(rank), slot_R])
             named["o_proj.bias"] = (
                 slot_R.new_zeros(hidden) if attention.o_D is None else self.block.adds(attention.o_D)
@@ -276,7 +255,6 @@ class Stock(Container):
         return _compressed_query(q_QA, down_AD)
 
     def norms(self, layer: int) -> tuple[str, ...]:
-        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
         return tuple(name.format(layer=layer) for name in self.unread)
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:

@@ -29,9 +29,6 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int, table: int = 0
     Args:
         saved_FK: the loss that the first, second, ... slot at a frequency saves, summed over the layers;
             falling along K.
-        frequencies_F: the source's angular frequencies.
-        slots: how many to give.
-        table: number of the rotary table.
     """
     best = saved_FK.flatten().argsort(descending=True, stable=True)[:slots] // saved_FK.shape[1]
     counts = torch.bincount(best, minlength=len(frequencies_F)).tolist()
@@ -48,11 +45,6 @@ def assign(layers: Layers, frequencies_F: Tensor, slots_S: Tensor) -> tuple[Band
     A slot serves one of the source's pairs, of near frequency, and pairs may have several. It carries one of
     the pair's components, and saves what its own frequency keeps of that component's rotation beyond what the
     mean over distances keeps. Which slot serves which component is an assignment problem.
-
-    Args:
-        layers: gives attention and metric of every layer.
-        frequencies_F: the source's angular frequencies.
-        slots_S: those of the slots.
 
     Returns:
         The slots that save something, those of a pair from the nearest frequency on.
@@ -93,9 +85,6 @@ def losses_by_width(
     """Predict what layers lose of a cache of `elements` per token and layer, by the width of its slots.
 
     Args:
-        layers: gives attention and metric of every layer, each time anew.
-        frequencies_F: the layers' angular frequencies.
-        elements: kv_lora_rank + qk_rope_head_dim.
         candidates: slots for each value of qk_rope_head_dim to consider.
         slot_losses: the loss of each layer with them, apart from the latent's, in nats per token.
 

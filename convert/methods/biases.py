@@ -18,9 +18,6 @@ def nearest_to_one(input_EE: Tensor) -> Tensor:
     """Return w (D,) with the least mean (w·x - 1)².
 
     That is w = C⁻¹ μ, with C the second moment of the input and μ its mean.
-
-    Args:
-        input_EE: second moment of [x; 1], float64; its last column is the mean.
     """
     one_D: Tensor = torch.linalg.solve(input_EE[:-1, :-1], input_EE[:-1, -1])
     return one_D

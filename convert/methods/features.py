@@ -28,9 +28,6 @@ def in_features(attention: Attention) -> Attention:
     """Return attention whose keys and values are functions of features, and whose queries are normed ones.
 
     The value bias is moved to the output, which it shifts by a constant.
-
-    Args:
-        attention: a layer with key norms, float64.
     """
     heads, width = attention.k_KHD.shape[:2]
     k_KHE, v_KHE = torch.eye(2 * heads * width, dtype=attention.k_KHD.dtype).unflatten(0, (2, heads, width))
@@ -60,8 +57,6 @@ def feature_metric(
 
     Args:
         attention: the source's weights, with key norms and without a value bias, float64.
-        statistics: of the layer; None: the metric comes from the weights alone.
-        span: max_position_embeddings.
         seen: features on a sample; where there is none, norms count as the linear maps that they are on
             average.
     """

@@ -35,11 +35,7 @@ FLOOR = 0.1
 
 
 def by_value(pool: Pool) -> Pool:
-    """Return a method for sources with key norms, which pools values by `pool` and keys by `keys`.
-
-    Args:
-        pool: a method of pooling.py, whose values and output projection are taken.
-    """
+    """Return a method for sources with key norms, which pools values by `pool` and keys by `keys`."""
 
     def pooled(
         attention: Attention, target: GroupedTarget, metric: LayerMetric, frequencies_F: Tensor
@@ -148,7 +144,6 @@ def merged(attention: Attention, target: GroupedTarget, *, key_values: bool) -> 
 
     Args:
         attention: with norms of single heads between projections and rotation.
-        target: key/value heads of this layer.
         key_values: values are the keys before their norm.
 
     Returns:
@@ -189,13 +184,7 @@ def turned(*, key_values: bool) -> Pool:
 
 
 def followed(pooled: Attention, attention: Attention, turns: Turns) -> Attention:
-    """Return a layer with the queries and outputs of a source layer, for merged keys and values.
-
-    Args:
-        pooled: whose keys and values are taken.
-        attention: the source layer.
-        turns: of the layer whose keys and values were merged.
-    """
+    """Return a layer with the queries and outputs of a source layer, for merged keys and values."""
     return replace(
         taken_over(attention, turns.share_NF),
         k_KHD=pooled.k_KHD,

@@ -97,12 +97,7 @@ def feature_shares(input_XD: Tensor) -> Tensor:
 
 
 def level_basis(tokens: LatentTokens, down_CD: Tensor) -> Tensor:
-    """Return A (C, C), invertible, with |A c| as close to 1 as possible for c = down x.
-
-    Args:
-        tokens: that A is fitted on.
-        down_CD: the latent's rows, float64.
-    """
+    """Return A (C, C), invertible, with |A c| as close to 1 as possible for c = down x."""
     latent_XC, held_XC = tokens.input_XD @ down_CD.mT, tokens.held_XD @ down_CD.mT
     white_CC = whitening(latent_XC, tokens.weight_X)
     rows_CD = white_CC @ down_CD / tokens.shares_D.sqrt()
@@ -117,12 +112,7 @@ def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample,
     """Return how much an error in the length of each token's latent costs (B, T), float64, on the CPU.
 
     It is the second derivative of the loss by a factor on that latent, as `LayerSample.slopes` estimates it.
-
-    Args:
-        layer: without a latent norm.
-        slots_S: angular frequencies of its slots.
-        sample: of the source's inputs.
-        draws: number of draws.
+    The layer has no latent norm yet.
     """
     device = fitting_device()
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
@@ -139,12 +129,7 @@ def length_weights(layer: LatentAttention, slots_S: Tensor, sample: LayerSample,
 
 
 def with_latent_norm(layer: LatentAttention, tokens: LatentTokens) -> LatentAttention:
-    """Return the layer with its latent divided by the length that the norm of the output will see.
-
-    Args:
-        layer: without the norm, float64.
-        tokens: of the layer.
-    """
+    """Return the layer with its latent divided by the length that the norm of the output will see."""
     return replace(layer, level_CC=level_basis(tokens, layer.down_CD))
 
 
@@ -156,8 +141,6 @@ def with_least_parts(layer: LatentAttention, input_BTD: Tensor, least: float) ->
     step of an optimizer, or rounding, destroys the layer (docs/notes/latent-norm.md).
 
     Args:
-        layer: with `level_CC`, float64.
-        input_BTD: inputs of the layer, from which the part of each direction is measured.
         least: smallest part of a direction, as a share of the mean part.
     """
     assert layer.level_CC is not None
@@ -174,8 +157,6 @@ def in_level_basis(
     """Return the same function with an RMSNorm of the latent itself, in a basis that makes it level.
 
     Args:
-        layer: with `level_CC`, float64.
-        input_BTD: inputs of the layer.
         size: root mean square that the down-projection gets; the weight of the norm gives every column of the
             up-projections about the same.
         basis: coordinates behind the norm; None: of those that the length does not see, the ones in which
@@ -223,8 +204,6 @@ def with_query_norm(
     Then the down-projection is diagonal, and rounding it costs next to nothing too.
 
     Args:
-        layer: the layer, float64.
-        tokens: of the layer.
         size: root mean square that the queries' down-projection gets.
         biased: whether one more feature, a constant, takes the place of the queries' biases; otherwise they
             stay as they are.

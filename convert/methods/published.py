@@ -109,9 +109,6 @@ def stock_bands(layers: Layers, frequencies_F: Tensor, stock_S: Tensor) -> tuple
     """Return a slot at each frequency of the stock table.
 
     Each serves the same number of neighbouring pairs of the source.
-
-    Raises:
-        InvalidInput: there are more slots than pairs.
     """
     if len(stock_S) > len(frequencies_F):
         raise InvalidInput(
@@ -188,10 +185,7 @@ def mha2mla(
     pairs in all heads and layers, as published.
 
     Args:
-        attention: of the source.
-        target: widths of the latent and the rotary key.
         bands: the slots, each for one pair.
-        statistics: of the layer, for the choice of pairs.
         apart: decompose keys and values apart, each into half of the latent (SVD_split), not jointly
             (SVD_joint).
     """

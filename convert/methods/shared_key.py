@@ -203,11 +203,6 @@ def folded_bands(frequencies_F: Tensor, slots: int, multiple: int) -> tuple[Band
     F/S, times a multiple. The published search doubles that while perplexity on the test text falls; nothing
     here is tuned on a text that is evaluated.
 
-    Args:
-        frequencies_F: of the source's pairs.
-        slots: S.
-        multiple: of F/S.
-
     Raises:
         InvalidInput: the pairs do not divide into equal groups of that size.
     """
@@ -254,10 +249,6 @@ def merged_heads(
     skips as many as the rotary key is wide. Its damping of the PCAs changes no eigenvector.
 
     Args:
-        attention: of the source.
-        target: widths of the latent and the rotary key.
-        bands: the slots.
-        statistics: of the layer.
         input_EE: second moment of the layer's input behind the layers that were changed before it; None: the
             source's.
         decompose: the last step, of `DECOMPOSITIONS`.

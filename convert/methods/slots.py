@@ -62,11 +62,7 @@ def choose_slots(
     than all keys and values need. The excess is not spent: their rank is at most the hidden size.
 
     Args:
-        source: the checkpoint.
-        target: the target, as the sizes say.
         statistics: of the source; None where only its weights are used.
-        method: name of the method.
-        sizes: what the user asks for.
         slots: the kind that the user asks for.
         in_stock: whether the output is in the stock class, which has no key norms.
         fixed: slots that are given, because an engine has no others.
@@ -294,11 +290,7 @@ def _bands_of_tables(
 
 
 def _uniform(source: Source, target: LatentTarget, layer: int, number: int) -> tuple[Band, ...]:
-    """Return slots at the frequencies that a layer's own kind of table has at the target's width.
-
-    Raises:
-        InvalidInput: fewer dimensions rotate.
-    """
+    """Return slots at the frequencies that a layer's own kind of table has at the target's width."""
     if target.qk_rope_head_dim > source.rotary_width:
         raise InvalidInput(
             f"--rope-dim {target.qk_rope_head_dim} does not fit: {source.rotary_width} dimensions of "

@@ -25,11 +25,7 @@ def names(target: GroupedTarget | LatentTarget) -> tuple[str, ...]:
 
 
 def check(target: GroupedTarget | LatentTarget, method: str | None) -> str:
-    """Return the method to use: the one named, or the target's default.
-
-    Raises:
-        InvalidInput: the target has no such method, or the method leaves queries alone.
-    """
+    """Return the method to use: the one named, or the target's default."""
     known = names(target)
     rule = peer(method) if method is not None and isinstance(target, LatentTarget) else None
     if method is not None and method not in known and rule is None:
@@ -50,11 +46,7 @@ def reads_statistics(method: str) -> bool:
 def check_prepared(
     target: GroupedTarget | LatentTarget, method: str, cache_dtype: str, rank: Rank | None
 ) -> None:
-    """Refuse to prepare a fold for a quantised cache where that is none of its purposes.
-
-    Raises:
-        InvalidInput: the fold is a proof, or a rule that is taken as published.
-    """
+    """Refuse to prepare a fold for a quantised cache where that is none of its purposes."""
     if cache_dtype == "bfloat16":
         return
     if method != OWN:
@@ -75,9 +67,6 @@ def check_calibrated(
     """Refuse to fold without statistics what cannot be.
 
     `rotating` dimensions of a source's head rotate; `biased`: biases must go into weights.
-
-    Raises:
-        InvalidInput: the method or the slots need statistics.
     """
     if calibrated:
         return

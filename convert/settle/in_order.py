@@ -9,7 +9,7 @@ Legend: statistics.py.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...core.console import progress
-from ...core.errors import InvalidInput
 from ...models.layered_model import LayeredModel
 from ..algebra.attention import LatentAttention
 from ..algebra.forward import attend
@@ -34,24 +33,16 @@ def in_order(plan: Plan) -> Plan:
     """Return the plan with `inputs`, where its method reads other activations than the source's.
 
     A layer whose attention `forward.attend` does not compute is read through as the source has it.
-
-    Raises:
-        InvalidInput: the statistics are without their tokens.
     """
     rule = peer(plan.method)
     if rule is None or rule.in_order is None or plan.statistics is None:
         return plan
     assert isinstance(plan.target, LatentTarget)
     ids_BT = plan.statistics.ids_BT
-    if ids_BT is None:
-        raise InvalidInput(
-            f"--method {plan.method} reads the calibration tokens again, which these statistics of an "
-            "earlier kvfold do not hold; collect them again"
-        )
     layered = LayeredModel(plan.source.checkpoint)
     batches = [(part_BT, part_BT) for part_BT in ids_BT.split(fitting_batch(plan.source, ids_BT))]
-    held = _Held()
-    calls = enter(layered, batches, held)
+    held: list[Tensor] = []  # hidden states between two layers, by batch, on the CPU
+    calls = enter(layered, batches, lambda at, hidden_BTD: held.append(hidden_BTD.cpu()))
     numbers = range(len(layered.blocks))
     for number in progress(numbers, "activations in order", len(numbers)):
         with torch.no_grad(), layered.block(number) as block:
@@ -61,28 +52,11 @@ def in_order(plan: Plan) -> Plan:
                 plan = replace(plan, inputs={**plan.inputs, number: moment_EE})
                 through = _through(plan, number, rule.in_order)
             with _replaced(plan, number, layered, through):
-                held.hidden = [calls.run(block, number, hidden_BTD).cpu() for hidden_BTD in held.on(layered)]
+                held = [calls.run(block, number, each_BTD.to(layered.device)).cpu() for each_BTD in held]
     return plan
 
 
-@dataclass
-class _Held:
-    """The hidden states between two layers, by batch; what `layerwise.enter` calls a store.
-
-    They are on the CPU, and a batch at a time where the layers run.
-    """
-
-    hidden: list[Tensor] = field(default_factory=list)
-
-    def put(self, boundary: int, at: int, hidden_BTD: Tensor) -> None:
-        self.hidden.append(hidden_BTD.cpu())
-
-    def on(self, layered: LayeredModel) -> Iterator[Tensor]:
-        """Yield the hidden states where the layers run."""
-        return (hidden_BTD.to(layered.device) for hidden_BTD in self.hidden)
-
-
-def _moment(plan: Plan, number: int, layered: LayeredModel, held: _Held, calls: Calls) -> Tensor:
+def _moment(plan: Plan, number: int, layered: LayeredModel, held: list[Tensor], calls: Calls) -> Tensor:
     """Return the second moment (E, E) of a layer's input, with the constant 1 behind it, float64."""
     sums: list[Tensor] = []
 
@@ -92,11 +66,11 @@ def _moment(plan: Plan, number: int, layered: LayeredModel, held: _Held, calls: 
 
     hook = layered.model.get_submodule(_first(plan, number)).register_forward_pre_hook(see)
     try:
-        for hidden_BTD in held.on(layered):
-            calls.run(layered.blocks[number], number, hidden_BTD)
+        for hidden_BTD in held:
+            calls.run(layered.blocks[number], number, hidden_BTD.to(layered.device))
     finally:
         hook.remove()
-    return torch.stack(sums).sum(0) / sum(hidden_BTD[..., 0].numel() for hidden_BTD in held.hidden)
+    return torch.stack(sums).sum(0) / sum(hidden_BTD[..., 0].numel() for hidden_BTD in held)
 
 
 def _through(plan: Plan, number: int, rule: InOrder) -> LatentAttention | None:

@@ -45,10 +45,8 @@ def prepare(
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
     Args:
-        request: what the user asked for.
         dry_run: whether nothing will be written; then weights alone decide, unless the request names a
             calibration.
-        source: what the request names, where it is open already.
         check: called before statistics are taken, with the request as it will be recorded, the output, and
             the bytes of its weights.
 
@@ -101,11 +99,7 @@ def prepare(
 
 
 def _code_notices(request: FoldRequest, source: Source) -> list[str]:
-    """Return a sentence where config.json names code of its own, which is not read.
-
-    Raises:
-        InvalidInput: its class is not that of transformers, and the user did not say to ignore it.
-    """
+    """Return a sentence where config.json names code of its own, which is not read."""
     named = source.checkpoint.config.get("auto_map")
     code = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
     if not isinstance(code, str):
@@ -192,7 +186,7 @@ def _narrow_text(plan: Plan) -> list[str]:
     The first layer's inputs are one direction per token. So their number, each weighted by how often it is
     read (the exponential of the entropy of the counts), is how many directions the text moves.
     """
-    if plan.statistics is None or plan.statistics.ids_BT is None:
+    if plan.statistics is None:
         return []
     counts = plan.statistics.ids_BT.unique(return_counts=True)[1].double()
     moved = torch.special.entr(counts / counts.sum()).sum().exp().item()

@@ -22,9 +22,6 @@ def settle(draft: Draft) -> Plan:
 
     It also gets the inputs of layers behind changed ones, where its method reads these. What is open is left
     as it is predicted where the effort is too small to measure it.
-
-    Raises:
-        InvalidInput: the statistics are without the tokens that the method reads again.
     """
     plan = draft.plan
     if plan.effort.widths and len(draft.widths) > 1:

@@ -53,10 +53,8 @@ def fit_coordinates(start: Coordinates, rows_XW: Tensor, cost_WW: Tensor, dtype:
     """Return coordinates of less predicted loss, with the turn multiplied into `inner_CC`; all float64.
 
     Args:
-        start: where the search begins.
         rows_XW: numbers as they would be written without coordinates.
         cost_WW: H, cost of errors in them.
-        dtype: format that they are rounded to.
     """
     rank, device = len(start.outer_C), fitting_device()
     inner_CC, rows_XW = start.inner_CC.to(device), rows_XW.to(device, torch.float64)
@@ -96,12 +94,9 @@ def fit_coordinates(start: Coordinates, rows_XW: Tensor, cost_WW: Tensor, dtype:
 
 
 def rounding_cost(written_XW: Tensor, cost_W: Tensor, dtype: CacheDtype) -> Tensor:
-    """Return what rounding costs a token, up to a factor of the format.
+    """Return what rounding the numbers of tokens costs a token, up to a factor of the format.
 
-    Args:
-        written_XW: numbers of tokens.
-        cost_W: cost of a squared error in each.
-        dtype: the format.
+    `cost_W` is the cost of a squared error in each.
     """
     square_XW = written_XW.square()
     if dtype.group == 0:

@@ -79,9 +79,6 @@ def _tower_groups(whole: QuantisedCheckpoint, packed: Mapping[str, str]) -> dict
 
     Groups whose targets are classes, such as Linear, stay. Otherwise each module goes to the group that its
     numbers and scales fit, and groups without any are left out.
-
-    Raises:
-        InvalidInput: a weight fits no group, or several unlike ones.
     """
     groups: dict[str, Any] = whole.quantization["config_groups"]
     if all(_is_of_classes(group.get("targets")) for group in groups.values()):
@@ -118,8 +115,6 @@ def whole_modules(
     """Return the modules of a whole output with quantised weights; None where no weight is quantised.
 
     Args:
-        whole: the source.
-        part: the folded tower.
         named: its unquantised tensors by their names in the whole checkpoint.
         place: for each of its modules the name in the multimodal class.
         inside: names of the source's tower in the whole checkpoint.

@@ -39,11 +39,7 @@ def _holds(kind: str, model_type: str) -> bool:
 
 
 def decoder_place(directory: Path) -> str:
-    """Return the name of the text model inside the class of a multimodal checkpoint.
-
-    Raises:
-        InvalidInput: transformers cannot build the class.
-    """
+    """Return the name of the text model inside the class of a multimodal checkpoint."""
     return _place_in(directory, (directory / "config.json").read_bytes())
 
 

@@ -96,11 +96,7 @@ def find_tower(directory: Path) -> Tower | None:
 
 
 def tower_of(directory: Path, model: str, *, text_only: bool) -> Tower | None:
-    """Return the text tower of the source that a request names; None where it is no multimodal checkpoint.
-
-    Raises:
-        InvalidInput: as `find_tower`, or only the tower is asked for and there is none.
-    """
+    """Return the text tower of the source that a request names; None where it is no multimodal checkpoint."""
     tower = find_tower(directory)
     if tower is None and text_only:
         raise InvalidInput(f"--text-only does not apply to {model}, which is not a multimodal model")
@@ -112,9 +108,6 @@ def text_config(directory: Path) -> dict[str, Any]:
 
     The checkpoint may be folded or not. The model_type is that of the causal language model which computes
     the same on text.
-
-    Raises:
-        InvalidInput: transformers cannot read it, or it has no text model.
     """
     config = read_config(directory)
     text = _text_config(directory, str(config.get("model_type")), config)
@@ -146,11 +139,7 @@ def holds_weights(tower: Tower, directory: Path) -> bool:
 
 
 def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
-    """Write a tower alone, as a checkpoint of a causal language model with weight files of some size.
-
-    Raises:
-        InvalidInput: the directory exists or cannot be written.
-    """
+    """Write a tower alone, as a checkpoint of a causal language model with weight files of some size."""
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)
     whole = as_stored(tower.whole)

@@ -54,11 +54,7 @@ def latent_never(tower: Tower) -> str:
 
 
 def check_request(request: FoldRequest, tower: Tower) -> None:
-    """Refuse what has no place in the whole checkpoint; the tower alone takes everything.
-
-    Raises:
-        InvalidInput: says what, and what would be right.
-    """
+    """Refuse what has no place in the whole checkpoint; the tower alone takes everything."""
     if request.text_only:
         return
     if tower.names != tower.stored and not request.dequantize:

@@ -42,9 +42,6 @@ def tower_source(tower: Tower) -> Iterator[Source]:
     Yields:
         The source, whose directory is a temporary one without weights. Errors in the block name the whole
         checkpoint.
-
-    Raises:
-        InvalidInput: the tower cannot be folded.
     """
     with tempfile.TemporaryDirectory(prefix="kvfold-tower-") as work:
         directory = Path(work) / tower.directory.resolve().name

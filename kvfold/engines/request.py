@@ -93,7 +93,7 @@ def _restore_rope(directory: Path) -> None:
         InvalidInput: there is no checkpoint, or config.json is a link.
     """
     from ..checkpoints.directory import read_config
-    from ..convert.formats.grouped import former_rope
+    from ..convert.families.config_fields import former_rope
 
     file, config = directory / "config.json", read_config(directory)
     whole = config | former_rope(config)

@@ -5,7 +5,6 @@ GQA at every divisor, MLA at shares of its cache and as engines take it.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..checkpoints.shards import TensorSpec
@@ -23,6 +22,8 @@ from ..convert.towers.tower_targets import check_request, tower_request
 from ..convert.towers.whole_checkpoint import names_in_place, whole_config
 from ..core.errors import InvalidInput
 from ..engines.rules.engine_names import ENGINES
+from ..engines.rules.rule_types import Written
+from ..models.remote_code import HERE
 
 _MOVED = "statistics will choose slots that are not on its table of frequencies"
 SHARES = ("50%", "37.5%", "25%", "18.75%", "12.5%", "6.25%")  # of the source's cache, for MLA
@@ -34,17 +35,6 @@ class Surroundings:
 
     tower: Tower
     specs: Mapping[str, TensorSpec]
-
-
-@dataclass(frozen=True)
-class WholeOutput:
-    """A planned multimodal checkpoint, as engines' rules read it (`PlannedOutput`)."""
-
-    config: dict[str, Any]
-    read_specs: dict[str, TensorSpec]
-    scheme: str
-    latent_norm: str | None
-    tokenizer: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,14 +189,13 @@ def _candidate(
     inside: Surroundings | None,
 ) -> Candidate:
     plan = make_plan(source, request, statistics)
-    written: Plan | WholeOutput = plan
+    written: Plan | Written = plan
     if inside is not None:
         part, tower = plan.read_specs, inside.tower
         specs = {name: part[ours] for name, ours in names_in_place(tower, part).items()}
         config = whole_config(tower, plan.config)
-        written = WholeOutput(
-            config, {**inside.specs, **specs}, plan.scheme, plan.latent_norm, tower.directory
-        )
+        is_linear = plan.latent_norm == "linear"
+        written = Written(HERE, config, {**inside.specs, **specs}, is_linear, tower.directory, plan.scheme)
     against = unfit(written, plan.engines or ENGINES)
     reasons = {engine: "; ".join(map(str, findings)) for engine, findings in against.items()}
     allocates = statistics is None and request.slots is None

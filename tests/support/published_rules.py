@@ -1,5 +1,6 @@
 """Statistics, frequency bands and outputs of layers that are folded by a published rule."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -27,17 +28,9 @@ def statistics_of(a: Attention, x_XD: Tensor) -> LayerStatistics:
     bias = torch.zeros(a.q_NHD.shape[:2], dtype=torch.float64) if a.q_NH is None else a.q_NH
     q_NXH = torch.einsum("nhe,xe->nxh", with_bias(a.q_NHD, bias), x_XE)
     none = torch.zeros(0, dtype=torch.float64)
-    return LayerStatistics(
-        input_EE=x_XE.mT @ x_XE / len(x_XE),
-        query_NHH=q_NXH.mT @ q_NXH / len(x_XE),
-        key_fisher=none,
-        value_fisher=none,
-        query_fisher=none,
-        distance_NT=none,
-        output_fisher=none,
-        input_BTD=none,
-        output_BTD=none,
-    )
+    empty = dict.fromkeys((field.name for field in fields(LayerStatistics)), none)
+    read = {"input_EE": x_XE.mT @ x_XE / len(x_XE), "query_NHH": q_NXH.mT @ q_NXH / len(x_XE)}
+    return LayerStatistics(**empty | read)
 
 
 def tokens(seed: int = 9, count: int = 200) -> Tensor:

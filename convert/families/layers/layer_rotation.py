@@ -35,9 +35,6 @@ def fixed_rotation(
 
     Returns:
         For each kind its rotary dimensions and its table; no table where the length of the input decides.
-
-    Raises:
-        InvalidInput: the rope parameters make no frequencies.
     """
     tables: dict[str, tuple[int, RotaryTable | None]] = {}
     for layer, width in widths.items():
@@ -57,9 +54,6 @@ def check_rotation(
     """Check that the class rotates as config.json says.
 
     A class may ignore a field of config.json that kvfold reads, such as rotary_dim.
-
-    Raises:
-        InvalidInput: it does not.
     """
     for kind, (width, table) in ours.items():
         other = theirs.get(kind) or theirs.get("")

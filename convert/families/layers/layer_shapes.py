@@ -62,9 +62,6 @@ def overrides(config: Mapping[str, Any], layers: int) -> dict[int, dict[str, int
 
     transformers writes them as per_layer_config; before 5.23 they were global_head_dim and
     num_global_key_value_heads.
-
-    Raises:
-        InvalidInput: a value is none.
     """
     stated = config.get(_BY_LAYER)
     if stated is None:
@@ -103,11 +100,7 @@ def with_fewer_heads(config: Mapping[str, Any], share: tuple[int, int]) -> dict[
 
 
 def own_geometry(family: Family, config: Mapping[str, Any], geometry: Geometry, layer: int) -> Geometry:
-    """Return the heads of a layer.
-
-    Raises:
-        InvalidInput: its sizes do not fit together.
-    """
+    """Return the heads of a layer."""
     if not family.unlike:
         return geometry
     own = config[_BY_LAYER].get(layer, {})
@@ -131,11 +124,7 @@ def own_row(family: Family, config: Mapping[str, Any], layer: int) -> Family:
 
 
 def donor_of(family: Family, config: Mapping[str, Any], layer: int) -> int | None:
-    """Return the layer whose keys and values a layer reads; None where it has its own.
-
-    Raises:
-        InvalidInput: no earlier layer of its kind has some.
-    """
+    """Return the layer whose keys and values a layer reads; None where it has its own."""
     first = first_follower(family, config)
     if layer < first:
         return None
@@ -150,11 +139,7 @@ def donor_of(family: Family, config: Mapping[str, Any], layer: int) -> int | Non
 
 
 def first_follower(family: Family, config: Mapping[str, Any]) -> int:
-    """Return the number of the first layer without keys and values of its own; all layers where each has.
-
-    Raises:
-        InvalidInput: the number of such layers is none.
-    """
+    """Return the number of the first layer without keys and values of its own; all layers where each has."""
     layers = int(config["num_hidden_layers"])
     count = 0 if family.followers is None else config.get(family.followers) or 0
     if not isinstance(count, int) or not 0 <= count < layers:

@@ -23,11 +23,16 @@ def spread(power_N: Tensor, *lengths: int, first: float = 0.0) -> Tensor:
 POWER_N = torch.tensor([0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
 
 
+def none(length: int) -> Tensor:
+    """The part at the first key, where there is none."""
+    return torch.zeros(len(POWER_N), length, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("length", [16, 64, 200])
 @pytest.mark.parametrize("times", [0.5, 1, 2, 8])
 def test_a_power_law_is_found_again(length: int, times: float) -> None:
     span = int(length * times)
-    found_NU = extended(spread(POWER_N, length), [span])
+    found_NU = extended(spread(POWER_N, length), [span], none(length))
     torch.testing.assert_close(found_NU.sum(1), torch.ones(4, dtype=torch.float64))
     # A mean of a span stands for its middle, so short texts leave some error in the power.
     expected_NU = spread(POWER_N, span)
@@ -40,7 +45,7 @@ def test_attention_to_the_first_key_stays_what_it_is() -> None:
     """It would seem to be attention that does not fall with distance."""
     near_NT, far_NU = spread(POWER_N, 64, first=0.4), spread(POWER_N, 1024, first=0.4)
     first_NT = torch.full_like(near_NT, 0.4 / 64)
-    apart_NU, together_NU = extended(near_NT, [1024], first_NT), extended(near_NT, [1024])
+    apart_NU, together_NU = (extended(near_NT, [1024], part_NT) for part_NT in (first_NT, none(64)))
     torch.testing.assert_close(apart_NU, far_NU, atol=0.01, rtol=0.1)
     off, off_together = ((rows_NU - far_NU).abs().sum(1) for rows_NU in (apart_NU, together_NU))
     assert bool((off < 0.1).all())
@@ -50,7 +55,7 @@ def test_attention_to_the_first_key_stays_what_it_is() -> None:
 def test_texts_of_several_lengths_count_alike() -> None:
     near_NT = spread(POWER_N, 64)
     torch.testing.assert_close(
-        extended(near_NT, [64, 128, 200]), spread(POWER_N, 64, 128, 200), atol=0.01, rtol=0.1
+        extended(near_NT, [64, 128, 200], none(64)), spread(POWER_N, 64, 128, 200), atol=0.01, rtol=0.1
     )
 
 
@@ -59,7 +64,7 @@ def test_what_no_text_shows_stays_without_mass() -> None:
     near_NT = torch.zeros(2, 64, dtype=torch.float64)
     near_NT[0, 0] = 1
     near_NT[1, :8] = 1 / 8
-    found_NU = extended(near_NT, [256])
+    found_NU = extended(near_NT, [256], torch.zeros_like(near_NT))
     assert float(found_NU[:, 8:].sum()) == 0
     torch.testing.assert_close(found_NU.sum(1), torch.ones(2, dtype=torch.float64))
 
@@ -72,7 +77,7 @@ def test_a_head_that_reads_the_first_key_alone_reads_it_in_longer_texts() -> Non
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_the_shortest_texts_take_the_power_of_the_prior(length: int) -> None:
-    found_NU = extended(spread(POWER_N, length), [40])
+    found_NU = extended(spread(POWER_N, length), [40], none(length))
     assert found_NU.shape == (4, 40)
     assert bool((found_NU > 0).all())
     torch.testing.assert_close(found_NU.sum(1), torch.ones(4, dtype=torch.float64))
@@ -85,6 +90,6 @@ def test_a_head_that_reads_nothing_near_gets_finite_distances(least: float) -> N
         near_NT = torch.full((2, 16), 1 / 16, dtype=torch.float64)
         near_NT[0, :near] = least
         near_NT[1, near - 1] = least
-        found_NU = extended(near_NT / near_NT.sum(1, keepdim=True), [16, 64])
+        found_NU = extended(near_NT / near_NT.sum(1, keepdim=True), [16, 64], torch.zeros_like(near_NT))
         assert bool(found_NU.isfinite().all())
         assert bool((found_NU >= 0).all())

@@ -38,7 +38,6 @@ def taken(calibration: str, sequences: int, save: Path | None = None) -> Statist
 
 
 def ids(statistics: Statistics) -> Tensor:
-    assert statistics.ids_BT is not None
     return statistics.ids_BT
 
 

@@ -146,7 +146,6 @@ def test_the_part_of_first_tokens(model: Any, ids: Tensor, stats: Statistics) ->
         p = outputs(model, ids, "q")[2].attentions[1].double()
     mass_NT = (p * (1 - p))[..., 0].sum(0) / (p * (1 - p)).sum((0, 2, 3))[:, None]
     layer = stats.layers[1]
-    assert layer.first_NT is not None
     torch.testing.assert_close(layer.first_NT, mass_NT, rtol=1e-5, atol=1e-9)
     assert bool((layer.first_NT <= layer.distance_NT + 1e-9).all())
     # Of sequences that end with their first token, it is all there is.
@@ -157,26 +156,15 @@ def test_the_part_of_first_tokens(model: Any, ids: Tensor, stats: Statistics) ->
         assert 0 < float(first.trace()) < float(whole.trace())
 
 
-def test_statistics_of_earlier_versions_have_no_part_of_first_tokens(
-    tmp_path: Path, stats: Statistics
-) -> None:
-    bare = {"first_key_fisher": None, "first_value_fisher": None, "first_NT": None}
-    earlier = replace(stats, layers=tuple(replace(layer, **bare) for layer in stats.layers))
-    earlier.save(tmp_path / "earlier.safetensors")
-    loaded = Statistics.load(tmp_path / "earlier.safetensors")
-    assert loaded.fingerprint() == earlier.fingerprint() != stats.fingerprint()
-    assert loaded.layers[0].first_NT is None
-    assert loaded.layers[0].copied().first_key_fisher is None
-
-
-@pytest.mark.parametrize("name", ["first_key_fisher", "first_value_fisher", "first_NT"])
-def test_a_damaged_part_of_first_tokens(tmp_path: Path, stats: Statistics, name: str) -> None:
-    whole = getattr(stats.layers[1], name)
-    for number, tensor in enumerate((whole[1:], whole * torch.nan)):
-        damaged = (stats.layers[0], replace(stats.layers[1], **{name: tensor}), *stats.layers[2:])
+@pytest.mark.parametrize("name", ["first_key_fisher", "first_NT", "input_EE", "output_BTD", "ids_BT"])
+def test_a_damaged_tensor_is_named(tmp_path: Path, stats: Statistics, name: str) -> None:
+    is_ids = name == "ids_BT"
+    whole = stats.ids_BT if is_ids else getattr(stats.layers[1], name)
+    for number, tensor in enumerate((whole[1:], whole.float(), whole.flatten(), whole - torch.inf)):
+        layers = (stats.layers[0], replace(stats.layers[1], **{name: tensor})) if not is_ids else stats.layers
         file = tmp_path / f"{number}.safetensors"
-        replace(stats, layers=damaged).save(file)
-        with pytest.raises(InvalidInput, match=rf"1\.{name}"):
+        replace(stats, layers=layers, ids_BT=tensor if is_ids else stats.ids_BT).save(file)
+        with pytest.raises(InvalidInput, match=name if is_ids else rf"1\.{name}"):
             Statistics.load(file)
 
 

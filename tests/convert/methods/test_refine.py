@@ -1,6 +1,6 @@
 """Steps after the closed form: fitted queries, heads grouped by loss, layers refined alone."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import permutations
 from typing import Any
 
@@ -310,11 +310,11 @@ def test_directions_that_calibration_never_took_are_not_free() -> None:
     x_XE = torch.cat([x_XD, torch.ones(30, 1, dtype=torch.float64)], 1)
     ones = torch.eye(4 * H, dtype=torch.float64)
     nothing = torch.zeros(0, dtype=torch.float64)
+    read = {"input_EE": x_XE.mT @ x_XE / 30, "key_fisher": ones, "value_fisher": ones}
+    read |= {"distance_NT": torch.ones(4, 1, dtype=torch.float64)}
     taken = LayerStatistics(
-        input_EE=x_XE.mT @ x_XE / 30, query_NHH=nothing, key_fisher=ones, value_fisher=ones,
-        query_fisher=nothing, output_fisher=nothing, distance_NT=torch.ones(4, 1, dtype=torch.float64),
-        input_BTD=nothing, output_BTD=nothing,
-    )  # fmt: skip
+        **dict.fromkeys((field.name for field in fields(LayerStatistics)), nothing) | read
+    )
     target = LatentTarget(kv_lora_rank=30, qk_rope_head_dim=0, slots="none", rope="intact")
     for metric in (from_statistics(taken), weights_only(a, 64)):
         folded = to_intact(a, target, metric)
