@@ -133,10 +133,6 @@ def _check_range(names: tuple[str, ...], relation: str, bound: float, label: str
 def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) -> None:
     """Refuse assertions that no measurement can meet, before anything is measured.
 
-    Args:
-        assertions: to be checked.
-        missing: the models that are missing of `teacher` and `parent`, each with the reason and the remedy.
-
     Raises:
         InvalidInput: a number would be undefined without one of them.
     """
@@ -149,9 +145,6 @@ def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) ->
 
 def short_names(suites: Sequence[str]) -> list[str]:
     """Return the short names of the numbers that some suites measure.
-
-    Args:
-        suites: names of `SUITES`.
 
     Example:
         >>> short_names(["cache"])
@@ -222,7 +215,6 @@ def _check_path(names: tuple[str, ...], label: str) -> None:
 
 
 def _without_none(kind: Any) -> Any:
-    """Return the type of a value that is there, of a type that may also be None."""
     kinds = [each for each in get_args(kind) if each is not type(None)]
     return kinds[0] if isinstance(kind, UnionType) and len(kinds) == 1 else kind
 

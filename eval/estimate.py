@@ -89,13 +89,7 @@ def proportion_difference(ours: Sequence[float], theirs: Sequence[float]) -> Est
 
 
 def transformed(value: Estimate, function: Callable[[float], float], slope: float) -> Estimate:
-    """Return an increasing function of an estimate by the delta method.
-
-    Args:
-        value: the estimate.
-        function: the function.
-        slope: its derivative at the mean.
-    """
+    """Return an increasing function of an estimate, by the delta method with its slope at the mean."""
     if value.standard_error is None or value.low is None or value.high is None:
         return Estimate(function(value.mean), None)
     return Estimate(

@@ -40,7 +40,6 @@ class Options(LoadOptions):
 
 
 def _chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Return suites in the table's order."""
     known = f"known are {', '.join(SUITES)}"
     asked = [name for name in names if name]
     if not asked:
@@ -76,7 +75,6 @@ class EvalRequest(SuiteSettings, Options):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        """Refuse a missing text, and options that have no effect."""
         for name, suite in SUITES.items():
             for field in suite.settings.model_fields.keys() & self.model_fields_set:
                 if name not in self.suites:

@@ -22,11 +22,6 @@ def run_request(
 ) -> Result:
     """Return what the suites of a request find, and write it to a file where one is named.
 
-    Args:
-        request: what to measure.
-        out: the JSON report, from which an interrupted evaluation is resumed; None for none.
-        assertions: that the caller will check on the result.
-
     Raises:
         InvalidInput: a checkpoint or the text cannot be used, a suite refuses, an assertion is about a model
             that is missing, or the file exists or cannot be written.

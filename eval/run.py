@@ -83,9 +83,6 @@ def evaluate(
 def reserved(out: Path) -> Iterator[tuple[WorkDir, Callable[[str], None]]]:
     """Claim the working directory of a report before the long work.
 
-    Args:
-        out: the report, which must not exist.
-
     Yields:
         The working directory, and a function that writes the report.
 
@@ -139,13 +136,7 @@ def _measure(subject: Subject, modules: Mapping[str, ModuleType]) -> dict[str, S
 
 
 def _remedy(options: Options, shorter: str, *, is_alone: bool) -> str:
-    """Return what takes less memory than an evaluation does.
-
-    Args:
-        options: of the evaluation.
-        shorter: what makes the texts shorter; empty where nothing does.
-        is_alone: whether no other model is compared with.
-    """
+    """Return what takes less memory; `shorter` makes the texts shorter, and is empty where nothing does."""
     ways = {
         "a smaller --batch-size": options.batch_size > 1,
         shorter: bool(shorter),

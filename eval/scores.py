@@ -127,12 +127,7 @@ class Scores:
 
 
 def gather(windows: TextWindows, measures: Mapping[str, Tensor]) -> Scores:
-    """Return the scores from measures (S,).
-
-    Args:
-        windows: the windows that were scored.
-        measures: as from `score`.
-    """
+    """Return the scores from measures (S,)."""
     window_S, target_S = windows.scored_NT.nonzero(as_tuple=True)
     found = {name: value.double() for name, value in measures.items()}
     kl_S, same_S = found.pop("kl", None), found.pop("same", None)

@@ -46,11 +46,7 @@ _TOLD = ("stage", "version", "target", "method", "cache")  # of kvfold.json
 
 
 def measured_checkpoint(directory: Path, known: Mapping[str, str]) -> MeasuredCheckpoint:
-    """Name a checkpoint.
-
-    Args:
-        directory: the checkpoint.
-        known: SHA-256 of its files, from `hashes_of`.
+    """Name a checkpoint whose files have known SHA-256, from `hashes_of`.
 
     Raises:
         InvalidInput: its kvfold.json is damaged.
@@ -171,20 +167,11 @@ class Subject:
             yield loaded
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the value of a part of the evaluation, from the journal or else from `measure`.
-
-        Args:
-            name: `suite/role`, and whatever else distinguishes the parts of a suite.
-            measure: returns plain values with finite numbers.
-        """
+        """Return the value of a part of the evaluation, from the journal or else from `measure`."""
         return self._journal.unit(name, measure)
 
     def once(self, make: Callable[["Subject"], Made]) -> Made:
-        """Return what a function makes of this subject; further calls return the same.
-
-        Args:
-            make: a suite's function, whose value both its check and its measurement use.
-        """
+        """Return what a function makes of this subject; further calls return the same."""
         if make not in self._made:
             self._made[make] = make(self)
         made: Made = self._made[make]
@@ -266,7 +253,6 @@ class Subject:
         return StoredTeacher(cache, self._described["teacher"], self.device)
 
     def _do_not_fit(self) -> bool:
-        """Return whether the models together exceed the free memory of the device."""
         if len(self.paths) < 2 or self.options.device_map == "auto":
             return False
         needed = 0
@@ -283,7 +269,6 @@ class Subject:
         return True
 
     def _asked(self) -> dict[str, Any]:
-        """Return everything that the numbers depend on."""
         given = self.options.model_dump(exclude=set(_NO_NUMBERS))
         for suite in SUITES.values():
             given |= self.asked(suite.settings).model_dump()

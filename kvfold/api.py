@@ -396,4 +396,6 @@ def report(
     from .eval.page.document import write_page
 
     places = directories_of(directories)
-    return write_page(places, Path(text_of(out, "out")), optional_path(png, "png")).file
+    file = Path(text_of(out, "out"))
+    write_page(places, file, optional_path(png, "png"))
+    return file

@@ -138,13 +138,7 @@ def plain_log(axis: Any) -> None:
 
 
 def to_svg(drawn: "Figure", title: str) -> str:
-    """Return the figure as an element of an HTML page, without size, date or ids of its own.
-
-    Args:
-        drawn: a figure from `figure`; artists whose gid begins with "tip: " show the rest of the gid as a
-            tooltip.
-        title: description of the figure for screen readers.
-    """
+    """Return the figure as an element of an HTML page, without size, date or ids of its own."""
     import matplotlib
 
     file = io.StringIO()

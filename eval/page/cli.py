@@ -35,9 +35,9 @@ def main(directories: tuple[Path, ...], out: Path, png: Path | None, as_json: bo
     """
     from .document import write_page
 
-    page = write_page(directories, out, png)
+    figures, summary = write_page(directories, out, png)
     if as_json:
-        show_json(page.summary)
+        show_json(summary)
         return
     size = show_bytes(out.stat().st_size)
-    show_text(f"Wrote {out}: {page.figures} figures, {size}{f'; their PNGs are in {png}' if png else ''}.")
+    show_text(f"Wrote {out}: {figures} figures, {size}{f'; their PNGs are in {png}' if png else ''}.")

@@ -12,12 +12,7 @@ _SHOWN = 1e-7  # relative to the largest cost; smaller ones are rounding
 
 
 def losses_by_layer(one: Found, number: int) -> "Figure | None":
-    """Draw the planned loss of each layer, and its loss alone on held-back calibration text.
-
-    Args:
-        one: the checkpoint.
-        number: number of its colour.
-    """
+    """Draw the planned loss of each layer, and its loss alone on held-back calibration text."""
     lines = {
         "planned": [layer.planned and sum(layer.planned.values()) for layer in one.layers],
         "measured, closed form": [layer.measured and layer.measured.get("folded") for layer in one.layers],

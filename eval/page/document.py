@@ -26,28 +26,11 @@ class PagePart:
     sections: tuple[PageSection, ...]
 
 
-@dataclass(frozen=True)
-class ReportPage:
-    """A page that was written.
+def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> tuple[int, dict[str, Any]]:
+    """Write one page about several checkpoints, and each figure as a PNG into the new directory `png`.
 
-    Attributes:
-        file: the HTML file.
-        figures: how many figures are on it.
-        summary: what it shows, as plain values.
-    """
-
-    file: Path
-    figures: int
-    summary: dict[str, Any]
-
-
-def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> ReportPage:
-    """Write one page about several checkpoints.
-
-    Args:
-        directories: checkpoints, each with an eval.json.
-        out: the HTML file; must not exist.
-        png: a new directory for every figure as a PNG; None for none.
+    Returns:
+        The number of figures, and the numbers on the page as plain values.
 
     Raises:
         InvalidInput: a library is missing, a place is taken, or a directory holds no evaluation.
@@ -68,7 +51,7 @@ def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> Repo
     parts = compose(groups)
     pictures = write(parts, out, png)
     figures = sum(len(section.charts) for part in parts for section in part.sections)
-    return ReportPage(out, figures, _summary(parts, out, pictures))
+    return figures, _summary(parts, out, pictures)
 
 
 def compose(groups: Sequence[Group]) -> tuple[PagePart, ...]:
@@ -131,7 +114,6 @@ def _shown(value: Any) -> Any:
 
 
 def _check_places(page: Path, pictures: Path | None) -> None:
-    """Check that the output can be written, before anything is drawn."""
     for option, path in (("--out", page), ("--png", pictures)):
         if path is None:
             continue
@@ -142,15 +124,7 @@ def _check_places(page: Path, pictures: Path | None) -> None:
 
 
 def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[Path]:
-    """Write the page and the pictures, each completely or not at all.
-
-    Args:
-        parts: the parts from `compose`.
-        page: the HTML file.
-        pictures: a new directory for the PNGs; None for none.
-
-    Returns:
-        The pictures' paths.
+    """Write the page and the pictures, each completely or not at all; returns the pictures' paths.
 
     Raises:
         InvalidInput: a path exists or cannot be written.
@@ -181,7 +155,6 @@ def _write_pictures(parts: Sequence[PagePart], directory: Path) -> list[Path]:
 
 
 def _summary(parts: Sequence[PagePart], page: Path, pictures: Sequence[Path]) -> dict[str, Any]:
-    """Return the numbers on the page as plain values, for `--json`."""
     groups = []
     for part in parts:
         table = part.sections[0].tables[0]

@@ -83,7 +83,6 @@ def labels(directories: Iterable[Path]) -> list[str]:
 
 
 def _source_identity(one: Found, sources: dict[str, MeasuredCheckpoint]) -> str | None:
-    """Return the identity of a checkpoint's source, which may be itself."""
     if one.report.teacher is not None:
         return one.report.teacher.identity
     own = one.report.checkpoint.identity

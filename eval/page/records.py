@@ -118,10 +118,6 @@ class Found:
 def read_found(directory: Path, label: str) -> Found:
     """Read a checkpoint's directory.
 
-    Args:
-        directory: the checkpoint.
-        label: its name on the page.
-
     Raises:
         InvalidInput: there is no such directory, it has no eval.json, or one of its files is damaged or
             belongs to another checkpoint.

@@ -16,12 +16,7 @@ _SMOOTH = 40  # points of a loss curve; more are averaged
 
 
 def needles(found: NeedleMap, grid: Grid) -> "Figure":
-    """Draw the percentage of needles found, by length of the text and depth in it.
-
-    Args:
-        found: one model and kind of needle.
-        grid: its `accuracy` or `choice`.
-    """
+    """Draw the share of needles found, `accuracy` or `choice`, by length of the text and depth in it."""
     from matplotlib.colors import LinearSegmentedColormap
 
     drawn, axes = figure(1.1 + 0.36 * len(found.depths))
@@ -122,13 +117,7 @@ def _speeds(
     label: str,
     level: float | None = None,
 ) -> "Figure | None":
-    """Draw speeds over the context.
-
-    Args:
-        lines: name, colour, and speeds by batch size and context; one line is drawn per batch size.
-        label: of the vertical axis.
-        level: height of a dashed line.
-    """
+    """Draw speeds over the context, a line per batch size; a dashed line stands at `level`."""
     if not any(speed for _, _, speeds in lines for speed in speeds.values()):
         return None
     drawn, axes = figure(3.4)

@@ -148,7 +148,6 @@ def _needles(group: Group) -> PageSection:
 
 
 def _any_found(measured: Iterable[tuple[int, Found, RetrievalBlock]], kind: str) -> bool:
-    """Return whether any model ever generated a key of this kind exactly."""
     maps: list[NeedleMap | None] = []
     for _, _, found in measured:
         maps += [found.student.get(kind), (found.teacher or {}).get(kind)]
@@ -200,7 +199,6 @@ def _charts(*drawn: "tuple[str, str, Figure | None]") -> tuple[Chart, ...]:
 
 
 def _without(group: Group, name: str, kind: type[SuiteBlock]) -> list[Found]:
-    """Return the members for which a suite was not measured."""
     return [one for one in group.members if one.report.block(name, kind) is None]
 
 

@@ -67,29 +67,6 @@ class CacheSize:
         return sum(each * min(tokens, most or tokens) for each, most in self.layers)
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """The cache of one layer of a model that runs.
-
-    Attributes:
-        tensors: keys and values, or what the class keeps in their place.
-        most: the most tokens that it keeps; None for all.
-    """
-
-    tensors: list[Tensor]
-    most: int | None
-
-    @property
-    def elements(self) -> int:
-        """Return how many numbers it holds now."""
-        return sum(tensor.numel() for tensor in self.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Return how many bytes it takes now."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
 def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
     models: list[ModelCache] = [getattr(found, role) for role in roles]
@@ -145,20 +122,20 @@ def count(loaded: Loaded) -> CacheSize:
     ids_W = torch.arange(tokens) % loaded.vocabulary
     (short, _), (long, state_bytes) = (_layers(loaded, ids_W[:length]) for length in lengths)
     grown = lengths[1] - lengths[0]
-    growth = tuple(
-        ((after.elements - before.elements) / grown, after.most)
-        for before, after in zip(short, long, strict=True)
-    )
-    elements = sum(each for each, _ in growth)
-    bytes_grown = sum(layer.nbytes for layer in long) - sum(layer.nbytes for layer in short)
-    kinds = {tensor.dtype for layer in long for tensor in layer.tensors if tensor.is_floating_point()}
+    growth, bytes_grown, kinds = [], 0, set[torch.dtype]()
+    for (before, _), (after, most) in zip(short, long, strict=True):
+        elements = sum(each.numel() for each in after) - sum(each.numel() for each in before)
+        growth.append((elements / grown, most))
+        bytes_grown += sum(each.nbytes for each in after) - sum(each.nbytes for each in before)
+        kinds |= {each.dtype for each in after if each.is_floating_point()}
+    elements_per_token = sum(each for each, _ in growth)
     return CacheSize(
-        elements_per_token_per_layer=elements / max(1, sum(each > 0 for each, _ in growth)),
-        elements_per_token=elements,
+        elements_per_token_per_layer=elements_per_token / max(1, sum(each > 0 for each, _ in growth)),
+        elements_per_token=elements_per_token,
         bytes_per_token=bytes_grown / grown,
         dtype="+".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)),
         lengths=lengths,
-        layers=growth,
+        layers=tuple(growth),
         state_bytes=state_bytes,
     )
 
@@ -254,8 +231,11 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     )
 
 
-def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[LayerCache], int]:
-    """Return each layer's cache after reading W tokens, and the bytes that layers without attention keep."""
+def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int | None]], int]:
+    """Read W tokens; return each layer's cached tensors and the most tokens that it keeps (None: all).
+
+    The last number is of the bytes that layers without attention keep.
+    """
     ids_1W = ids_W[None].to(loaded.device)
     cache = cache_of(loaded.model.base_model(input_ids=ids_1W, use_cache=True))
     layers = cache.layers
@@ -269,7 +249,7 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[LayerCache], int]:
         tensors = [value for name, value in named if isinstance(value, Tensor) and not name.startswith("_")]
         # transformers keeps one token less than the sliding window: the next token is the query itself.
         window = getattr(layer, "sliding_window", None)
-        kept.append(LayerCache(tensors, None if window is None else max(1, int(window) - 1)))
+        kept.append((tensors, None if window is None else max(1, int(window) - 1)))
     return kept, state_bytes
 
 
@@ -280,7 +260,6 @@ def _windows_of(loaded: Loaded) -> list[int]:
 
 
 def _human(size: int) -> str:
-    """Return a size in bytes as text."""
     for unit, power in (("GB", 9), ("MB", 6)):
         if size >= 10**power:
             return f"{size / 10**power:.1f} {unit}"

@@ -180,10 +180,6 @@ SUITES = {
 def with_storage(names: Sequence[str], cache_dtype: str | None) -> tuple[str, ...]:
     """Return the suites that are run where the student's cache is in a number format, or in none.
 
-    Args:
-        names: the suites that are asked for, in the table's order.
-        cache_dtype: the format; None for none.
-
     Returns:
         Them, and `storage` where there is a format and a suite that reads the text.
 

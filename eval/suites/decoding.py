@@ -37,11 +37,6 @@ def read(loaded: Loaded, ids_BT: Tensor, cache: Any = None, last: int | None = N
 def read_prompts(loaded: Loaded, ids_BP: Tensor, role: str) -> tuple[Tensor, Any]:
     """Read prompts of one length, and return the logits (B, 1, V) after them and the cache.
 
-    Args:
-        loaded: the model.
-        ids_BP: token ids.
-        role: name of the model in messages.
-
     Raises:
         InvalidInput: the logits are not finite.
     """

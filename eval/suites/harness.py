@@ -186,7 +186,6 @@ def _list(directory: Path | None, include_defaults: bool) -> Any:
 
 
 def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
-    """Return the task with its data in the form that `lm_eval.evaluate` takes."""
     import datasets
     import yaml
 
@@ -216,7 +215,6 @@ def _load(name: str, directory: Path | None, fewshot: int | None) -> Any:
 
 
 def _plain(loaded: Loaded, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the harness's result of a task, or of a group of tasks, as `run` describes it."""
     metrics: dict[str, dict[str, Any]] = {}
     documents = set()
     for task, samples in found["samples"].items():

@@ -171,13 +171,7 @@ def draw_filler(sentences: Sequence[list[int]], draw: random.Random, room: int) 
 
 
 def hide(sentences: Sequence[list[int]], needles: Sequence[tuple[float, list[int]]], room: int) -> list[int]:
-    """Return the sentences with each needle at the sentence boundary nearest to its depth.
-
-    Args:
-        sentences: the filler.
-        needles: depth, 0 to 1, and tokens of each needle.
-        room: tokens of the filler.
-    """
+    """Return `room` tokens of sentences with each needle at the boundary nearest to its depth, 0 to 1."""
     ends = [0, *accumulate(map(len, sentences))]
     at = [min(range(len(ends)), key=lambda number: abs(ends[number] - depth * room)) for depth, _ in needles]
     body: list[int] = []

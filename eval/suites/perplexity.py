@@ -96,7 +96,6 @@ def recovered_share(
 
 
 def _no_parent(subject: Subject) -> str:
-    """Return why there is no folded parent, where there is none."""
     if is_distilled(read_record(subject.paths["student"]) or {}):
         return "the fold is not where kvfold.json says"
     return "no folded parent"

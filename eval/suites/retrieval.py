@@ -96,7 +96,6 @@ def measure(subject: Subject) -> RetrievalBlock:
 
 
 def _prompts(subject: Subject) -> dict[tuple[str, int], list[NeedlePrompt]]:
-    """Return the prompts by kind and length, sorted by depth."""
     settings, student = subject.asked(RetrievalSettings), subject.described("student")
     seed, samples = settings.retrieval_seed, settings.retrieval_samples
     haystack = Haystack(student.path, student.tokenizer, settings.retrieval_keys)
@@ -127,12 +126,7 @@ def _ask(subject: Subject, role: str, prompts: Sequence[NeedlePrompt]) -> dict[s
 
 @torch.inference_mode()
 def answer(loaded: Loaded, batch: Sequence[NeedlePrompt], role: str = "model") -> tuple[list[str], Tensor]:
-    """Return a model's answers to prompts of one length.
-
-    Args:
-        loaded: the model.
-        batch: B prompts, read at once without padding.
-        role: name of the model in messages.
+    """Return a model's answers to B prompts of one length, read at once without padding.
 
     Returns:
         The first digits that it generates greedily after each prompt, and the gain (B, C) in the log
@@ -228,7 +222,6 @@ def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Map
 def _differences(
     found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], other: str
 ) -> dict[str, NeedleDifference] | None:
-    """Return student - another role by kind of needle; None where that role was not asked."""
     if other not in found:
         return None
 

@@ -35,14 +35,7 @@ def no_room(
     is_default: bool = False,
     positions: int | None = None,
 ) -> NoRoom:
-    """Return the error about tasks that have no room.
-
-    Args:
-        path: the checkpoint.
-        tasks: their names, by length.
-        is_default: the user gave no length.
-        positions: that every model has; None: no limit.
-    """
+    """Return the error about tasks that have no room."""
     refused = [name for names in tasks.values() for name in names]
     plural = "" if len(refused) == 1 else "s"
     (length, first), *more = [(length, ", ".join(names)) for length, names in sorted(tasks.items())]
@@ -102,11 +95,6 @@ class RulerTasks(Prompter):
 
     def sample(self, task: str, length: int, seed: str) -> RulerPrompt:
         """Draw a prompt that has, with its answer, exactly `length` tokens.
-
-        Args:
-            task: a key of `TASKS`.
-            length: tokens of prompt and answer together.
-            seed: equal seeds draw equal prompts.
 
         Raises:
             NoRoom: the task has no room in that many tokens.
@@ -184,7 +172,6 @@ def _multiquery(draw: random.Random, _: int) -> _Parts:
 
 
 def _chain(names: list[str], number: str) -> list[str]:
-    """Return assignments that pass a number from each variable to the next one."""
     links = (f" VAR {after} = VAR {before}." for before, after in pairwise(names))
     return [f" VAR {names[0]} = {number}.", *links]
 

@@ -151,7 +151,6 @@ def _round(loaded: Loaded, ids_BC: Tensor, tokens: int) -> tuple[float, list[flo
 def _cell(
     batch: int, context: int, tokens: int, raw: Mapping[str, Any], limit: float, paired: bool
 ) -> SpeedCell:
-    """Return a cell's numbers from the seconds of its rounds."""
     if "skipped" in raw:
         reasons = {"time": f"--speed-seconds {limit:g} were over", "memory": "out of memory"}
         return SpeedCell(batch, context, tokens, 0, skipped=reasons[raw["skipped"]])

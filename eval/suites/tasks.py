@@ -155,10 +155,6 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
 def read_kept(file: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores in a file of --task-cache, as `harness.run` returned them.
 
-    Args:
-        file: the file.
-        asked: everything that the scores depend on.
-
     Raises:
         InvalidInput: the file is not one of these scores.
     """

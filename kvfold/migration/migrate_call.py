@@ -44,11 +44,7 @@ class Migrated(Tabular):
 
 
 def migration_grid(report: Mapping[str, Any]) -> Grid:
-    """Return the report of a migration as a table.
-
-    Args:
-        report: the content of report.json.
-    """
+    """Return the report of a migration as a table."""
     rows = []
     for step in report["steps"]:
         ppl, share, ratio = step["perplexity"], step["recovered_share"], step["perplexity_ratio"]

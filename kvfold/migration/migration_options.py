@@ -18,7 +18,6 @@ WINDOW = 1024  # the most tokens of a window
 
 
 def _as_share(value: object) -> object:
-    """Return a share from a text such as `25%`; pydantic judges the rest."""
     try:
         return float(read_share(value, "")) if isinstance(value, str) else value
     except InvalidInput:

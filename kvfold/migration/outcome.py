@@ -144,10 +144,6 @@ def _write_page(places: dict[Path, Path], page: Path) -> None:
     """Write a page that compares the steps, as `kvfold report` does.
 
     It is left out, with a notice, if its libraries are not installed.
-
-    Args:
-        places: the directories of the steps, each with the place that the page's commands name for it.
-        page: the HTML file.
     """
     if find_spec("matplotlib") is None or find_spec("jinja2") is None:
         notice("report.html was left out; to have it, run pip install 'kvfold[report]'")

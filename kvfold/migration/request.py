@@ -5,15 +5,13 @@
 Each checkpoint appears under its name only when it is whole, so the same command resumes after the last one.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..convert.decide.plan import Plan
 from ..convert.families.source import open_source
-from ..core.work import WorkDir, claimed, working_directory
+from ..core.work import working_directory
 from ..distill.recipe.recipe import Recipe
 from ..eval.assertions import Assertion
 from ..eval.options import Options
@@ -103,22 +101,3 @@ class Migration:
                 key: value for key, value in recipe.items() if key not in {"student", "output", "save"}
             },
         }
-
-
-@contextmanager
-def claimed_for(asked: Migration) -> Iterator[WorkDir]:
-    """Claim the working directory of a migration, and take up what an earlier run of the same one finished.
-
-    Args:
-        asked: the migration. Its bound and its list of steps may change from run to run.
-
-    Raises:
-        InvalidInput: the directory is of something else, or another run is at work in it.
-    """
-
-    def keeps(work: WorkDir) -> bool:
-        return any((asked.partial / name).is_dir() for name in ("folded", "distilled"))
-
-    with claimed(asked.partial, "migration", keeps=keeps) as work:
-        work.begin(asked.asked())
-        yield work

@@ -95,10 +95,6 @@ def read_bound(text: str) -> Assertion:
 def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Migration:
     """Return the migration that a user asks for, checked before any long work.
 
-    Args:
-        asked: the options.
-        overrides: of the recipe, as `--set` has them.
-
     Raises:
         InvalidInput: names the option that cannot be used.
     """
@@ -151,7 +147,6 @@ def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Mi
 
 
 def _command(asked: MigrationOptions, overrides: tuple[str, ...]) -> str:
-    """Return the command of a migration, with the options that are not at their defaults."""
     others = {"model", "to", "until", "out", "settings", "keep_steps"}
     values = asked.model_dump(exclude=others, exclude_defaults=True, exclude_none=True)
     if "steps" in values:

@@ -31,7 +31,7 @@ from ..core.console import LOG, is_shown, notice
 from ..core.errors import InvalidInput
 from ..core.machine_rates import measure_rates
 from ..core.untrusted import read_json
-from ..core.work import WorkDir, discard_finished
+from ..core.work import WorkDir, claimed, discard_finished
 from ..distill.run.job import distill
 from ..engines.fresh_process import reason_of
 from ..engines.verify import verify
@@ -39,7 +39,7 @@ from ..eval.assertions import Unmet, check
 from ..eval.run import evaluate, reserved
 from ..texts.calibration_name import names_statistics
 from .outcome import arrive, check_places, find_report
-from .request import Migration, Step, claimed_for
+from .request import Migration, Step
 from .request_reader import naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
@@ -65,7 +65,12 @@ def migrate(asked: Migration) -> dict[str, Any]:
         discard_finished(asked.out)
         return report
     check_places(asked)
-    with claimed_for(asked) as work:
+
+    def keeps(work: WorkDir) -> bool:
+        return any((asked.partial / name).is_dir() for name in ("folded", "distilled"))
+
+    with claimed(asked.partial, "migration", keeps=keeps) as work:
+        work.begin(asked.asked())
         identity = work.unit("identity", lambda: _identity(asked))
         found: list[dict[str, Any]] = []
         for number, step in enumerate(asked.steps, 1):
@@ -147,7 +152,6 @@ def _carry_out(asked: Migration, step: Step, work: WorkDir) -> dict[str, Any]:
 
 
 def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[str, Any]:
-    """Return the evaluation of a checkpoint, which is made if it does not exist."""
     file = checkpoint / "eval.json"
     if not file.exists():
         with reserved(file) as (journal, write):
@@ -175,7 +179,6 @@ def _fold(asked: Migration, step: Step, folded: Path, work: WorkDir) -> None:
 
 
 def _request(asked: Migration, step: Step, calibration: Mapping[str, Any]) -> FoldRequest:
-    """Return the request of the fold of one size."""
     return fold_request(
         {
             "model": asked.model,

@@ -24,10 +24,6 @@ def without_paths(directory: Path, files: Mapping[str, int]) -> dict[str, bytes]
     A path becomes its last part, and that of the source its Hub id where it has one. A place below the user's
     home that only a sentence mentions begins with `~`.
 
-    Args:
-        directory: the checkpoint; nothing in it is changed.
-        files: the files that are sent, by name.
-
     Returns:
         The content of each file that differs from the one in the directory.
 
@@ -92,7 +88,6 @@ def _paths(value: Any, key: str = "") -> Iterator[str]:
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a JSON value with names in place of paths in its texts."""
     if isinstance(value, dict):
         return {key: _renamed(inner, names) for key, inner in value.items()}
     if isinstance(value, list):

@@ -74,10 +74,6 @@ class Publication:
 def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, str]]:
     """Choose the files of a checkpoint to send; README.md is not among them, since it is made from the card.
 
-    Args:
-        directory: the checkpoint.
-        card: the text of its card, which may show images.
-
     Returns:
         The bytes of every file to send, by its name in the repository; and why each other entry of the
         directory is left out, by its name. The name of a directory ends with a slash.

@@ -31,6 +31,9 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
         InvalidInput: the repository's name is invalid, kvfold did not write the checkpoint, a file of it
             cannot be sent, or its card or its eval.json cannot be read.
     """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     from ..checkpoints.card import FILE as CARD
     from ..checkpoints.eval_json import FILE as EVALUATION
     from ..checkpoints.eval_json import read_summary
@@ -42,7 +45,16 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     from .local_paths import without_paths
     from .parcel import Publication, choose_files
 
-    _check_name(repository)
+    owner, _, title = repository.partition("/")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        title = ""
+    if not (owner and title):
+        raise InvalidInput(
+            f"{repository!r} is not a repository; write owner/name with letters, digits, '-', '_' and '.', "
+            f"at most 96 in total"
+        )
     if not (directory / "config.json").is_file():
         raise InvalidInput(without_config(directory))
     record = read_record(directory)
@@ -61,7 +73,6 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
             f"{directory / EVALUATION} was measured on other weights than {directory} has now; remove it, "
             f"and measure again: {measure}"
         )
-    title = repository.partition("/")[2]
     card = make_card(directory, record, title, repository, evaluation, further=bool(further))
     files, left_out = choose_files(directory, str(card))
     contents = without_paths(directory, files)
@@ -83,29 +94,8 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
     return Publication(directory, repository, private, str(card), files, tuple(notices), left_out, contents)
 
 
-def _check_name(repository: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    owner, _, name = repository.partition("/")
-    try:
-        validate_repo_id(repository)
-    except HFValidationError:
-        name = ""
-    if not (owner and name):
-        raise InvalidInput(
-            f"{repository!r} is not a repository; write owner/name with letters, digits, '-', '_' and '.', "
-            f"at most 96 in total"
-        )
-
-
 def _verified(directory: Path, asked: str | None) -> VerificationReport:
-    """Verify a checkpoint by the rules and, where possible or asked for, by a run against its source.
-
-    Args:
-        directory: the checkpoint.
-        asked: `full`, `lint`, or None for a run only where the source is available.
-    """
+    """Verify a checkpoint by the rules and, where possible or asked for, by a run against its source."""
     from ..checkpoints.record import directory_at, read_record
     from ..engines.fresh_process import NotRun, reason_of
     from ..engines.verify import verify
@@ -157,8 +147,7 @@ def release(asked: PublishRequest) -> Published:
         for text in publication.notices:
             notice(text)
         if not asked.dry_run:
-            done = publish(publication)
-            commit, removed = done.commit, done.removed
+            commit, removed = publish(publication)
     return Published(
         repository=asked.repository,
         card=publication.card,

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -27,23 +26,13 @@ if TYPE_CHECKING:
 RESUME = "run the same command again: files that arrived are not sent again"
 
 
-@dataclass(frozen=True)
-class Upload:
-    """The result of an upload.
-
-    Attributes:
-        commit: id of the commit.
-        removed: files that were removed, since they belong to weights sent earlier.
-    """
-
-    commit: str
-    removed: tuple[str, ...]
-
-
-def publish(publication: Publication) -> Upload:
+def publish(publication: Publication) -> tuple[str, tuple[str, ...]]:
     """Upload a publication; files that the repository already has are not sent again.
 
     The token is the one that huggingface_hub finds: HF_TOKEN, or the one that `hf auth login` stored.
+
+    Returns:
+        The id of the commit, and the files of weights sent earlier that it removed.
 
     Raises:
         InvalidInput: there is no token, it may not write there, the repository holds another model, or the
@@ -79,7 +68,7 @@ def publish(publication: Publication) -> Upload:
             parent_commit=info.sha,
             delete_patterns=list(removed) or None,
         )
-    return Upload(str(commit.oid), removed)
+    return str(commit.oid), removed
 
 
 def _check_repository(publication: Publication, there: set[str], private: bool) -> None:
@@ -120,7 +109,6 @@ def _check_text(api: HfApi, publication: Publication) -> None:
 
 @contextmanager
 def _failures(publication: Publication) -> Iterator[None]:
-    """Raise failures of the upload as errors of one sentence."""
     from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     try:

@@ -110,7 +110,6 @@ def _empty_model(checkpoint: Checkpoint) -> Any:
 
 
 def _candidates(checkpoint: Checkpoint, model: Any) -> list[str]:
-    """Return the names of the weights of linear modules and experts in the decoder's layers."""
     from ..models.decoder import layer_list
 
     stack = layer_list(model)

@@ -138,10 +138,6 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
     A weight is read, rounded and written in pieces of rows, so memory holds some MB more than the model's
     class without weights.
 
-    Args:
-        plan: what to do.
-        shard_size: most bytes of a weight file.
-
     Returns:
         The record that is in the output's kvfold.json.
 
@@ -192,7 +188,6 @@ def _write_rounded(plan: QuantizePlan, name: str, writer: ShardWriter) -> None:
 
 
 def _record(plan: QuantizePlan) -> dict[str, Any]:
-    """Return the output's record: that of its source, with the source as the newest parent."""
     directory = plan.checkpoint.directory
     record = read_record(directory) or {
         "schema": SCHEMA,

@@ -102,11 +102,7 @@ class Rounding:
         return {_SHAPE: torch.tensor(shape)} if self.format == "pack-quantized" else {}
 
     def config(self, ignore: Collection[str]) -> dict[str, Any]:
-        """Return the quantization_config of a checkpoint.
-
-        Args:
-            ignore: the linear modules that are not quantised.
-        """
+        """Return the quantization_config of a checkpoint."""
         from compressed_tensors.quantization import QuantizationConfig
 
         made = QuantizationConfig(
@@ -132,10 +128,6 @@ def _stored_scale(scale_RG: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounding(name: str, group: int | None) -> Rounding:
     """Return a scheme of `SCHEMES` at a size of its groups.
-
-    Args:
-        name: of the scheme.
-        group: columns that share a scale; None for a scheme without groups.
 
     Raises:
         InvalidInput: compressed-tensors is not installed.

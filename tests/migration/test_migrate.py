@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,9 @@ def ratios(report: dict[str, Any]) -> dict[str, float]:
 def whole(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migration that nothing interrupts, and that keeps its steps."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    done = invoke([*arguments(texts, out), "--json", "--keep-steps"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python())
+        done = invoke([*arguments(texts, out), "--json", "--keep-steps"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == json.loads((out / "report.json").read_text())
     return out
@@ -181,30 +184,31 @@ def test_where_no_step_holds_the_first_has_a_name_that_tells(
     assert "from which another bound could resume; move or remove it, or name another --out" in again.stderr
 
 
-def plan_of(out: Path, *more: str) -> dict[str, Any]:
+def plan_of(out: Path, texts: Path, *more: str) -> dict[str, Any]:
     """Return what --dry-run says of a migration of the demo to MLA, and the notes under `notes`."""
     words = ["migrate", str(DEMO), "--to", "mla", "--until", "kl<1", "--out", str(out)]
+    words += ["--text", str(texts / "held.txt"), "--train", str(texts / "train.txt")]
     done = invoke([*words, *more, "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
     return {"notes": done.stderr, **json.loads(done.stdout)}
 
 
-def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "out")
+def test_dry_run_writes_nothing(texts: Path, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "out", texts, "--text", "stdlib", "--train", "stdlib")
     assert [step["cache"]["ratio"] for step in plan["steps"]] == [0.5, 0.25, 0.125]
     assert plan["distillation"]["data"]["source"] == "stdlib"
-    one = plan_of(tmp_path / "out", "--steps", "25%")["folds"]["phases"]
+    one = plan_of(tmp_path / "out", texts, "--steps", "25%")["folds"]["phases"]
     three = plan["folds"]["phases"]
     assert three["text"] < 2 * one["text"], "the source writes one text for all folds"
     assert three["refinement"] > 2 * one["refinement"]
     assert not list(tmp_path.iterdir())
 
 
-def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
+def test_steps_that_a_source_cannot_take_are_left_out(texts: Path, tmp_path: Path) -> None:
     source = make(tmp_path / "source", num_key_value_heads=4, vocab_size=300)
     save_tokenizer(source)
     words = ["migrate", str(source), "--to", "gqa", "--until", "ppl<2x", "--out", str(tmp_path / "out")]
-    words += ["--dry-run", "--json"]
+    words += ["--text", str(texts / "held.txt"), "--train", str(texts / "train.txt"), "--dry-run", "--json"]
     done = invoke(words)
     assert [step["step"] for step in json.loads(done.stdout)["steps"]] == ["50%", "25%"]
     assert "no step of 12.5%: a budget of" in done.stderr
@@ -227,14 +231,6 @@ def test_steps_that_a_source_cannot_take_are_left_out(tmp_path: Path) -> None:
 def test_bounds(text: str, path: str, bound: float) -> None:
     found = read_bound(text)
     assert (found.text, ".".join(found.path), found.bound) == (text, path, bound)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "ppl", "ppl<x", "ppl>1.02x", "ppl<0x", "ppl<1.2.3x", "foo<1", "kl<nan", "kl<0.1x", "ppl.x<1"]
-)
-def test_wrong_bounds(text: str) -> None:
-    with pytest.raises(InvalidInput, match="--until"):
-        read_bound(text)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +260,9 @@ def test_wrong_bounds(text: str) -> None:
         ("ppl.teacher.perplexity>3", "does not limit the loss"),
         ("ppl<.5x", "is not a comparison with a number"),
         ("ppl<1.2.3x", "is not a comparison with a number"),
+        ("", "is not a comparison with a number"),
+        ("kl<nan", "is not a comparison with a number"),
+        ("foo<1", "the report has no foo"),
         ("ppl.x<1", "suites.ppl has no x; it has"),
         (
             "kl<x",
@@ -340,16 +339,16 @@ def test_text_that_holds_what_is_trained_on_is_refused(
     assert "Step 1" not in done.stderr
 
 
-@pytest.mark.parametrize("window", [256, 128, 32])
-def test_a_distillation_has_a_hundred_steps(tmp_path: Path, window: int) -> None:
-    plan = plan_of(tmp_path / "out", "--window", str(window))
+@pytest.mark.parametrize("window", [256, 32])
+def test_a_distillation_has_a_hundred_steps(texts: Path, tmp_path: Path, window: int) -> None:
+    plan = plan_of(tmp_path / "out", texts, "--train", "stdlib", "--window", str(window))
     (stage,) = plan["distillation"]["stages"]
     steps = stage["tokens"] / stage["batch_tokens"]
     assert (100 <= steps < 200, plan["notes"]) == (True, "")
 
 
-def test_a_distillation_of_few_steps_is_told_before_it_begins(tmp_path: Path) -> None:
-    told = plan_of(tmp_path / "out", "--window", "256", "--tokens-per-step", "10k")["notes"]
+def test_a_distillation_of_few_steps_is_told_before_it_begins(texts: Path, tmp_path: Path) -> None:
+    told = plan_of(tmp_path / "out", texts, "--window", "256", "--tokens-per-step", "10k")["notes"]
     assert "Note: --tokens-per-step 10k: stage kl has 40 optimizer steps of 256 tokens, which recover" in told
 
 

@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,22 @@ def guard(event, arguments):
         raise PermissionError("beyond localhost")
 sys.addaudithook(guard)
 """
-# Several commands in one process: importing costs more than they do.
+# One process for many commands: importing costs more than they do.
 DRIVER = """
 import json, os, sys
+from unittest.mock import patch
 from click.testing import CliRunner
 from kvfold.cli import main
-results = []
-for words, environment in json.loads(sys.argv[1]):
-    os.environ.update(environment)
-    done = CliRunner().invoke(main, words)
-    results.append([done.exit_code, done.stdout, done.stderr + ("" if done.exit_code in (0, 2, 3) else repr(done.exception))])
-print(json.dumps(results))
+for line in sys.stdin:
+    results = []
+    for words, environment in json.loads(line):
+        with patch.dict(os.environ, environment):
+            done = CliRunner().invoke(main, words)
+        results.append([done.exit_code, done.stdout, done.stderr + ("" if done.exit_code in (0, 2, 3) else repr(done.exception))])
+    print(json.dumps(results), flush=True)
 """
+Results = list[tuple[int, str, str]]
+Run = Callable[..., Results]
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +65,23 @@ def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "out"
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
     with serving(Hub()) as server:
         yield server
+
+
+@pytest.fixture
+def hub(server: Hub) -> Hub:
+    """The server, with nothing on it."""
+    vars(server).update(vars(Hub(endpoint=server.endpoint)))
+    return server
+
+
+@pytest.fixture(scope="module")
+def run(server: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with driving(server, tmp_path_factory.mktemp("driver")) as run:
+        yield run
 
 
 def environment(hub: Hub, place: Path) -> dict[str, str]:
@@ -84,23 +102,28 @@ def environment(hub: Hub, place: Path) -> dict[str, str]:
     return {**os.environ, **ours}
 
 
-def run(
-    hub: Hub, place: Path, *commands: tuple[list[str], dict[str, str]], **changed: str
-) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of `kvfold publish` with each list of words, and changes of the
-    environment.
+@contextmanager
+def driving(hub: Hub, place: Path, **changed: str) -> Iterator[Run]:
+    """Start a process for `kvfold publish`, which takes words and changes of the environment for each command.
+
+    They return exit code, stdout and stderr of each.
     """
-    runs = json.dumps([(["publish", *words, "--verify", "lint"], changes) for words, changes in commands])
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, runs],
-        env={**environment(hub, place), **changed},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not (place / "guard" / "seen").exists(), "the network beyond localhost was asked for"
-    return [(code, out, err) for code, out, err in json.loads(done.stdout.splitlines()[-1])]
+    command = [sys.executable, "-c", DRIVER]
+    pipe = subprocess.PIPE
+    env = {**environment(hub, place), **changed}
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None
+        assert answers is not None
+
+        def run(*commands: tuple[list[str], dict[str, str]]) -> Results:
+            runs = [(["publish", *words, "--verify", "lint"], changes) for words, changes in commands]
+            print(json.dumps(runs), file=asked, flush=True)
+            results = json.loads(answers.readline())
+            assert not (place / "guard" / "seen").exists(), "the network beyond localhost was asked for"
+            return [(code, out, err) for code, out, err in results]
+
+        yield run
 
 
 def local(*words: str) -> tuple[int, str, str]:
@@ -113,10 +136,10 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_what_arrives_is_what_lies_there(folded: Path, hub: Hub, tmp_path: Path) -> None:
+def test_what_arrives_is_what_lies_there(folded: Path, hub: Hub, run: Run) -> None:
     before = contents(folded)
     words = [str(folded), "org/tiny", "--private", "--json"]
-    (code, out, err), again = run(hub, tmp_path, (words, {}), (words, {}))
+    (code, out, err), again = run((words, {}), (words, {}))
     assert code == 0, err
     repository = hub.repositories["org/tiny"]
     assert repository.private
@@ -137,7 +160,9 @@ def test_what_arrives_is_what_lies_there(folded: Path, hub: Hub, tmp_path: Path)
     assert len(hub.received) == len(set(hub.received)) == len(list(folded.glob("*.safetensors")))
 
 
-def test_a_killed_upload_goes_on_with_the_file_it_was_at(folded: Path, hub: Hub, tmp_path: Path) -> None:
+def test_a_killed_upload_goes_on_with_the_file_it_was_at(
+    folded: Path, hub: Hub, run: Run, tmp_path: Path
+) -> None:
     hub.stall = 2
     command = [sys.executable, "-m", "kvfold", "publish", str(folded), "org/tiny", "--verify", "lint"]
     process = subprocess.Popen(command, env=environment(hub, tmp_path), stderr=subprocess.PIPE)
@@ -152,7 +177,7 @@ def test_a_killed_upload_goes_on_with_the_file_it_was_at(folded: Path, hub: Hub,
     assert len(hub.received) >= 2
     assert set(hub.repositories["org/tiny"].files) == {".gitattributes"}, "half a checkpoint is visible"
     hub.stall = None
-    ((code, _, err),) = run(hub, tmp_path, ([str(folded), "org/tiny"], {}))
+    ((code, _, err),) = run(([str(folded), "org/tiny"], {}))
     assert code == 0, err
     assert len(hub.received) == len(set(hub.received)) == len(list(folded.glob("*.safetensors")))
     changed = contents(folded).items() - hub.repositories["org/tiny"].files.items()
@@ -162,15 +187,13 @@ def test_a_killed_upload_goes_on_with_the_file_it_was_at(folded: Path, hub: Hub,
     }  # of the repository, and without paths
 
 
-def test_a_failing_server_is_a_sentence_and_the_next_run_finishes(
-    folded: Path, hub: Hub, tmp_path: Path
-) -> None:
+def test_a_failing_server_is_a_sentence_and_the_next_run_finishes(folded: Path, hub: Hub, run: Run) -> None:
     uploads, commits = iter([503]), iter([500])  # the library repeats an upload by itself, and no commit
     hub.fault = lambda method, path: next(
         uploads if method == "PUT" else commits if "/commit/" in path else iter(()), None
     )
     words = [str(folded), "org/tiny"]
-    (code, _, err), (again, _, told) = run(hub, tmp_path, (words, {}), (words, {}))
+    (code, _, err), (again, _, told) = run((words, {}), (words, {}))
     assert code == 2
     assert err.splitlines()[-1].startswith(
         "Error: the Hub answered 500 (as the test wants it); run the same command again"
@@ -182,7 +205,7 @@ def test_a_failing_server_is_a_sentence_and_the_next_run_finishes(
     assert "kvfold.json" in hub.repositories["org/tiny"].files
 
 
-def test_refusals_of_the_hub_are_sentences(folded: Path, hub: Hub, tmp_path: Path) -> None:
+def test_refusals_of_the_hub_are_sentences(folded: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
     hub.repositories["org/public"] = Repository(private=False)
     hub.repositories["org/others"] = Repository(
         private=True, files={"config.json": b"{}", "model.safetensors": b""}
@@ -199,7 +222,7 @@ def test_refusals_of_the_hub_are_sentences(folded: Path, hub: Hub, tmp_path: Pat
     copy = shutil.copytree(folded, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: nonsense\n---\nMine.\n")
     commands = [([str(folded), name, "--private"], {"HF_TOKEN": token}) for name, token in refused]
-    results = run(hub, tmp_path, *commands, ([str(copy), "org/tiny"], {"HF_TOKEN": "hf_owner"}))
+    results = run(*commands, ([str(copy), "org/tiny"], {"HF_TOKEN": "hf_owner"}))
     sentences = [*refused.values(), "the Hub refuses the upload: Invalid metadata in README.md"]
     for (code, out, err), sentence in zip(results, sentences, strict=True):
         assert (code, out) == (2, ""), err
@@ -210,24 +233,28 @@ def test_refusals_of_the_hub_are_sentences(folded: Path, hub: Hub, tmp_path: Pat
     assert not hub.received
 
 
-@pytest.mark.parametrize("changed", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
-def test_no_network_is_a_sentence(folded: Path, hub: Hub, tmp_path: Path, changed: dict[str, str]) -> None:
-    ((code, _, err),) = run(hub, tmp_path, ([str(folded), "org/tiny"], {}), **changed)
-    assert code == 2
-    assert ("cannot be reached" if "HF_ENDPOINT" in changed else "HF_HUB_OFFLINE is set") in err.splitlines()[
-        -1
-    ]
+def test_no_network_is_a_sentence(
+    folded: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driving(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") as run:
+        ((code, _, err),) = run(([str(folded), "org/tiny"], {}))
+    assert (code, "cannot be reached" in err.splitlines()[-1]) == (2, True), err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_owner")
+    code, _, err = local(str(folded), "org/tiny")
+    assert (code, "HF_HUB_OFFLINE is set" in err.splitlines()[-1]) == (2, True), err
 
 
 def test_a_refusal_of_the_library_for_chunks_is_a_sentence(folded: Path, hub: Hub, tmp_path: Path) -> None:
     pytest.importorskip("hf_xet")
-    ((code, _, err),) = run(hub, tmp_path, ([str(folded), "org/tiny"], {}), HF_HUB_DISABLE_XET="0")
+    with driving(hub, tmp_path, HF_HUB_DISABLE_XET="0") as run:
+        ((code, _, err),) = run(([str(folded), "org/tiny"], {}))
     assert code == 2, err
     assert "may not write to org/tiny" in err.splitlines()[-1]
     assert hub.endpoint not in err
 
 
-def test_what_is_there_already(folded: Path, hub: Hub, tmp_path: Path) -> None:
+def test_what_is_there_already(folded: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
     """Weights sent earlier go with the new ones; a card that was written there is not replaced by ours."""
     kept = {
         "model-00001-of-00009.safetensors": b"old",
@@ -241,7 +268,7 @@ def test_what_is_there_already(folded: Path, hub: Hub, tmp_path: Path) -> None:
     copy = shutil.copytree(folded, tmp_path / "copy")
     (copy / "README.md").write_bytes(written["README.md"])
     commands = [[str(folded), "org/tiny"], [str(folded), "org/written"], [str(copy), "org/written"]]
-    (code, out, err), refused, merged = run(hub, tmp_path, *((words, {}) for words in commands))
+    (code, out, err), refused, merged = run(*((words, {}) for words in commands))
     assert code == 0, err
     assert refused[0] == 2
     assert "README.md of org/written was written on the Hub; copy it into" in refused[2]
@@ -365,6 +392,7 @@ def test_what_verify_refuses_is_not_published(folded: Path, tmp_path: Path) -> N
     assert "does not pass kvfold verify, so nothing was uploaded" in err
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_it_is_run_next_to_its_source_where_that_is_at_hand(folded: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folded, tmp_path / "copy")
     record = json.loads((copy / "kvfold.json").read_text())

@@ -194,6 +194,7 @@ def test_names_of_foreign_code_are_left_out(place: Path, tmp_path: Path) -> None
         assert foreign_code(out) == ""
 
 
+@pytest.mark.usefixtures("warm_probe")
 def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None:
     """The record has the source as teacher and the fold as parent; evaluation, check and card follow it."""
     out = tmp_path / "out"

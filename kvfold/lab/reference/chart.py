@@ -82,5 +82,4 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _share(value: float, limits: tuple[float, float]) -> float:
-    """Return the place of a value between two limits, on a logarithmic scale."""
     return math.log(value / limits[0]) / math.log(limits[1] / limits[0])

@@ -31,12 +31,6 @@ def fold_to_groups(
     """Return a module with fewer key/value heads that computes nearly the same.
 
     As many groups as heads is exact.
-
-    Args:
-        source: the module.
-        groups: new key/value heads, a divisor of the source's.
-        sample_BTD: input of which statistics are taken; None folds by the weights alone.
-        method: a name from `methods.POOLS`.
     """
     if source.head_dim % 2:
         raise InvalidInput(f"heads of width {source.head_dim} have no rotary pairs; the width must be even")

@@ -91,13 +91,6 @@ def turned(
 def attend(q_BNTH: Tensor, k_BNXH: Tensor, v_BNXH: Tensor, *, scale: float, causal: bool) -> Tensor:
     """Compute softmax(scale · q kᵀ) v over readable tokens (arXiv 1706.03762, equation 1), by fused kernels.
 
-    Args:
-        q_BNTH: queries of the last T of the X tokens.
-        k_BNXH: keys; their heads may be fewer, and divide those of the queries.
-        v_BNXH: values, of any width.
-        scale: of the scores.
-        causal: whether a token reads only itself and those before it.
-
     Returns:
         (B, N, T, H).
     """

@@ -70,12 +70,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * v_head_dim, d_model, bias)
 
     def forward(self, input_BTD: Tensor, *, cache: TokenCache | None = None) -> Tensor:
-        """Attend from new tokens to themselves and to those in the cache, (B, T, D).
-
-        Args:
-            input_BTD: new tokens.
-            cache: of the tokens before, the same for either form; the new ones are added.
-        """
+        """Attend from new tokens to themselves and to those in the cache, (B, T, D)."""
         position = positions(input_BTD, cache.tokens if cache else 0)
         asked_BTA = input_BTD if self.q_a_proj is None else self.q_a_proj(input_BTD)
         rows_BNTE = self.q_b_proj(asked_BTA).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -123,13 +118,7 @@ class MultiHeadLatentAttention(nn.Module):
     def from_weights(
         cls, layer: LatentAttention, frequencies: Sequence[float] = (), *, causal: bool = True
     ) -> Self:
-        """Return a module with a copy of these weights, in their dtype.
-
-        Args:
-            layer: what a fold gives; heads in its order.
-            frequencies: radians per token of its rotary slots.
-            causal: as in the constructor.
-        """
+        """Return a module with a copy of these weights, in their dtype."""
         heads, nope, _ = layer.q_nope_NPA.shape
         rope, (rank, d_model) = len(layer.k_rope_RD), layer.down_CD.shape
         biases = layer.q_nope_NP, layer.q_rope_NR, layer.k_rope_R, layer.o_D

@@ -67,12 +67,7 @@ class MultiHeadAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, d_model, bias)
 
     def forward(self, input_BTD: Tensor, *, cache: TokenCache | None = None) -> Tensor:
-        """Attend from new tokens to themselves and to those in the cache, (B, T, D).
-
-        Args:
-            input_BTD: new tokens.
-            cache: of the tokens before; the new ones are added.
-        """
+        """Attend from new tokens to themselves and to those in the cache, (B, T, D)."""
         position = positions(input_BTD, cache.tokens if cache else 0)
         q_BNTH = turned(self._heads(self.q_proj(input_BTD)), position, self.frequencies)
         k_BKXH = turned(self._heads(self.k_proj(input_BTD)), position, self.frequencies)
