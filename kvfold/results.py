@@ -226,9 +226,7 @@ class Quantized(Tabular):
 def quantized_grid(title: str, found: dict[str, Any]) -> Grid:
     """Return the plan or the result of a quantisation as a table.
 
-    Args:
-        title: of the table.
-        found: `QuantizePlan.to_dict()`, which the record holds too.
+    `found` is `QuantizePlan.to_dict()`, which the record holds too.
     """
     group = "" if found["group_size"] is None else f", groups of {found['group_size']}"
     before, after = found["bytes_before"], found["bytes_after"]
