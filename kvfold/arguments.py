@@ -116,10 +116,6 @@ _SETTINGS = {
 def text_of(value: Any, name: str) -> str:
     """Return the text of a path or of a name, such as a Hub id.
 
-    Args:
-        value: a text or a path.
-        name: of the argument, for the error.
-
     Raises:
         InvalidInput: it is neither, is empty, or holds a null character.
     """

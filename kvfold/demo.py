@@ -85,10 +85,6 @@ def _claimed(out: Path, tokens: str) -> Iterator[None]:
 
     `<out>.partial` marks it until the block has ended well.
 
-    Args:
-        out: the directory.
-        tokens: `--tokens`.
-
     Raises:
         InvalidInput: there is something else, another run is writing there, or the stopped run was of other
             tokens or another version.

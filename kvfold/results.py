@@ -224,7 +224,10 @@ class Quantized(Tabular):
 
 
 def quantized_grid(title: str, found: dict[str, Any]) -> Grid:
-    """Return the plan or the result of a quantisation as a table."""
+    """Return the plan or the result of a quantisation as a table.
+
+    `found` is `QuantizePlan.to_dict()`, which the record holds too.
+    """
     group = "" if found["group_size"] is None else f", groups of {found['group_size']}"
     before, after = found["bytes_before"], found["bytes_after"]
     rows = [

@@ -31,11 +31,6 @@ def fold_tower(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest],
     Otherwise the tower as it was and the folded one are in the working directory, and a killed run is
     resumed by the same request.
 
-    Args:
-        request: what the user asked for.
-        tower: the tower of the source.
-        fold: folds a causal language model.
-
     Raises:
         InvalidInput: the tower cannot be folded like this, or a value is unusable.
     """

@@ -41,13 +41,13 @@ def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("import os\n" * 400)
-    small: Any = {"sequences": 2, "length": 32, "refine": 0}
+    small: Any = {"sequences": 2, "length": 16, "refine": 0}
     for text, out in (("~/text.txt", "~/first"), (Path("~/text.txt"), Path("~/second"))):
         found = kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out=out, calibration=text, **small)
         assert found.directory == Path(str(out).replace("~", str(tmp_path)))
     assert kvfold.verify("~/first", run=False).failures == []
     assert kvfold.quantize("~/first", "fp8", out="~/rounded").directory == tmp_path / "rounded"
-    assert kvfold.plan(DEMO, calibration=tmp_path / "text.txt", sequences=2, length=32).chosen
+    assert kvfold.plan(DEMO, calibration=tmp_path / "text.txt", engines="vllm", sequences=2, length=16).chosen
     found = kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out="~/both", calibration="self+~/text.txt", **small)
     assert found.request.calibration == f"self+{tmp_path}/text.txt"
     with pytest.raises(kvfold.InvalidInput, match=f"rows {tmp_path}/rows.json cannot be read"):

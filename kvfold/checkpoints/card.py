@@ -20,11 +20,7 @@ _METADATA_BYTES = 2**18  # the parser of YAML takes some seconds for more
 def read_card(directory: Path) -> ModelCard | None:
     """Read the card of a checkpoint.
 
-    Args:
-        directory: the checkpoint.
-
-    Returns:
-        The card; None where there is none.
+    It is None where there is none.
 
     Raises:
         InvalidInput: README.md is not a regular file of the checkpoint, is too large, or its metadata cannot

@@ -116,9 +116,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def absence(self, name: str, owner: str) -> InvalidInput:
         """Return the error for a tensor that a class reads and the checkpoint does not have.
 
-        Args:
-            name: of the tensor.
-            owner: has the tensor, such as `a LlamaForCausalLM`.
+        `owner` has the tensor, such as `a LlamaForCausalLM`.
         """
         module = name.rpartition(".")[0]
         for other, entry in self.origin.left_out.items():
@@ -139,12 +137,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def stream(self, name: str, by_rows: bool = False) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor in flat pieces, so that memory does not depend on its size.
 
-        Args:
-            name: of the tensor.
-            by_rows: whether a piece has whole rows of the last dimension.
-
-        Yields:
-            The index of a piece's first element, and the piece.
+        Each comes with the index of its first element; with `by_rows` it has whole rows of the last
+        dimension.
         """
         entry = self._entries[name]
         for first, count in pieces(entry.spec, PIECE, entry.spec.shape[-1] if by_rows else 1):
@@ -230,10 +224,6 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 def found_instead(name: str, stored: Collection[str]) -> str:
     """Return what a checkpoint has in the place of a tensor that it lacks, and what would be right.
-
-    Args:
-        name: of the tensor.
-        stored: the names of those that it has.
 
     Example:
         >>> found_instead("norm.weight", ["_orig_mod.norm.weight"])
@@ -364,10 +354,6 @@ def check_safetensors(directory: Path) -> None:
 def check_output(out: Path, source: Path | None = None) -> None:
     """Refuse an output that exists, cannot be made, or is inside the source.
 
-    Args:
-        out: the output.
-        source: the source, if there is one.
-
     Raises:
         InvalidInput: the output cannot be written there.
     """
@@ -392,9 +378,7 @@ def check_output(out: Path, source: Path | None = None) -> None:
 def finish(partial: Path, out: Path) -> None:
     """Force a finished model directory to the disk and give it its final name.
 
-    Args:
-        partial: the directory, in which everything is written.
-        out: its final name, on the same file system.
+    `out` is on the same file system.
 
     Raises:
         InvalidInput: `out` exists by now.
@@ -409,10 +393,6 @@ def copy_side_files(source: Path, out: Path) -> None:
 
     Weights, config.json, kvfold.json, the model card and code are not copied, since each output has its own.
     Fields that name code are left out of the copies.
-
-    Args:
-        source: a model directory.
-        out: the directory to copy to.
 
     Raises:
         InvalidInput: as of `side_files`, or a configuration among them is not JSON.

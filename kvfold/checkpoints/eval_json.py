@@ -187,10 +187,6 @@ class EvalSummary:
 def read_report(path: Path, directory: Path) -> EvalReport:
     """Read a report.
 
-    Args:
-        path: an eval.json.
-        directory: the checkpoint that it has to be a report of.
-
     Raises:
         InvalidInput: it is not a report of schema 2, is damaged, or belongs to another checkpoint.
     """
@@ -257,12 +253,8 @@ def read_summary(directory: Path) -> EvalSummary | None:
 def parsed(kind: type[T], content: Any, path: Path, remedy: str, place: tuple[str, ...] = ()) -> T:
     """Check plain values from a JSON file against a type.
 
-    Args:
-        kind: a dataclass, a pydantic model or a container of them; keys that it does not have are ignored.
-        content: the values.
-        path: the file, for the message.
-        remedy: the advice in the message.
-        place: keys above `content` in the file, for the message.
+    Keys that `kind` does not have are ignored. `remedy` is the advice in the message, and `place` the keys
+    above `content` in the file.
 
     Raises:
         InvalidInput: a value is missing, of another type, or out of its range.

@@ -47,10 +47,6 @@ def signature(directory: Path) -> Signature:
 def check_signature(directory: Path, before: Signature) -> None:
     """Check that no file of `hashes_of` has changed since a signature was taken.
 
-    Args:
-        directory: the checkpoint.
-        before: from `signature`.
-
     Raises:
         InvalidInput: a file was written, replaced or removed meanwhile.
     """
@@ -66,21 +62,13 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def identity(known: Mapping[str, str]) -> str:
-    """Return the hexadecimal SHA-256 of the output of sha256sum for some files, sorted by name.
-
-    Args:
-        known: hexadecimal SHA-256 of each file, by name.
-    """
+    """Return the hexadecimal SHA-256 of the output of sha256sum for some files, sorted by name."""
     lines = [f"{known[name]}  {name}\n" for name in sorted(known)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def hash_unchanged(checkpoint: Checkpoint, file: Path) -> str:
     """Return the hexadecimal SHA-256 that a weight file has had since its checkpoint was opened.
-
-    Args:
-        checkpoint: of the file.
-        file: one of its weight files.
 
     Raises:
         InvalidInput: the file was written, replaced or touched since the checkpoint was opened.
@@ -95,12 +83,9 @@ def hash_unchanged(checkpoint: Checkpoint, file: Path) -> str:
 def check_unchanged(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> None:
     """Check that the files of a checkpoint still have the content that was opened.
 
-    A file is read again only where its size or its time differs.
-
-    Args:
-        checkpoint: the checkpoint; of a view, that whose files it reads is checked.
-        known: hashes of its weight files by name, from `hash_unchanged`; without its hash, a file that was
-            touched counts as changed.
+    A file is read again only where its size or its time differs. Of a view, that whose files it reads is
+    checked. `known` has hashes from `hash_unchanged`; without its hash, a file that was touched counts as
+    changed.
 
     Raises:
         InvalidInput: a file was written, replaced or removed meanwhile.

@@ -24,12 +24,8 @@ def license_of(directory: Path, source: Path, cards: Iterable[Mapping[str, Any]]
     """Return the metadata fields of a licence; empty if nothing names one.
 
     The first of these counts that names one: the model cards, `license` in the source's config.json, and the
-    licence's text (LICENSE*), which travels with the weights.
-
-    Args:
-        directory: the output.
-        source: the checkpoint that it was made of, which may be gone.
-        cards: metadata of the output's own card, and of the source's.
+    licence's text (LICENSE*), which travels with the weights. `cards` are the metadata of the output's own
+    card and of the source's, which may be gone.
     """
     for fields in (*cards, _config(source)):
         if _is_named(fields.get("license")):

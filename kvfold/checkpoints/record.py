@@ -28,9 +28,6 @@ _READERS = 8  # files that are hashed at once: a core hashes less than a disk re
 def read_record(directory: Path) -> dict[str, Any] | None:
     """Return the record of a checkpoint; None if kvfold did not make it.
 
-    Args:
-        directory: the checkpoint.
-
     Raises:
         InvalidInput: the record is not one that this version reads.
     """
@@ -81,12 +78,7 @@ def check_unfolded(directory: Path) -> None:
 def write_record(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Write `kvfold.json` into a checkpoint that is being made, after its weights.
 
-    Args:
-        directory: the checkpoint.
-        record: plain values.
-
-    Returns:
-        The record as it is written: with the SHA-256 of each weight file.
+    The record is returned as it is written: with the SHA-256 of each weight file.
     """
     weights = {path.name: path for path in sorted(directory.glob("*.safetensors")) if path.is_file()}
     whole = {**record, "weights": hashes(weights)}
@@ -97,14 +89,11 @@ def write_record(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
 def other_weights(directory: Path, known: Mapping[str, str] | None = None) -> str:
     """Return a sentence if the weights of a checkpoint are not those that its record describes; else "".
 
-    They differ after training with another tool, where kvfold.json was copied next to the result, and
-    after damage. They also differ where another tool only saved them again, since it writes the same
-    tensors in another order. Other safetensors in the directory, such as saved statistics, do not count.
-    A checkpoint without a record, or with one of an earlier kvfold, has no hashes to differ from.
-
-    Args:
-        directory: the checkpoint.
-        known: SHA-256 of files in it that were read already, by name.
+    They differ after training with another tool, where kvfold.json was copied next to the result, and after
+    damage. They also differ where another tool only saved them again, since it writes the same tensors in
+    another order. Other safetensors in the directory, such as saved statistics, do not count. A checkpoint
+    without a record, or with one of an earlier kvfold, has no hashes to differ from. `known` has the SHA-256
+    of files that were read already, by name.
 
     Raises:
         InvalidInput: the record or the index is damaged, or a weight file is missing.
@@ -144,9 +133,7 @@ def hub_id(source: Mapping[str, Any]) -> str | None:
 def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
     """Return the source that a record names, which is the teacher; None if there is no record.
 
-    Args:
-        directory: the checkpoint.
-        option: the option that names the source instead, for the error.
+    `option` names the source instead, for the error.
 
     Raises:
         InvalidInput: the source does not exist any more, or the record is damaged.
@@ -167,11 +154,7 @@ def source_directory(directory: Path, option: str = "--teacher") -> Path | None:
 def folded_parent(directory: Path) -> Path | None:
     """Return the folded checkpoint from which a distilled one was trained.
 
-    Args:
-        directory: the distilled checkpoint.
-
-    Returns:
-        Its directory; None if it is gone, or if `directory` is any other checkpoint.
+    It is None if that is gone, or if `directory` is any other checkpoint.
 
     Raises:
         InvalidInput: the record is damaged.
@@ -202,10 +185,7 @@ def is_distilled(record: Mapping[str, Any]) -> bool:
 def distilled_record(student: Path, recipe: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a distilled checkpoint: its student's, with the student as the newest parent.
 
-    Args:
-        student: the directory that training started from.
-        recipe: the resolved recipe, as plain values.
-        result: tokens, steps and losses of the training, as plain values.
+    `recipe` is resolved, and `result` has tokens, steps and losses; both are plain values.
 
     Raises:
         InvalidInput: the student's record is damaged.
@@ -230,11 +210,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the entry of a source in a record: name, path, commit and the SHA-256 of each file.
 
-    Args:
-        directory: the source.
-        name: its name; None: the name of its directory.
-        revision: its commit, if it came from the Hub.
-        known: SHA-256 of files that were read already, by name.
+    `revision` is its commit if it came from the Hub; `known` has hashes of files that were read already.
     """
     files = {
         path.name: path
@@ -256,12 +232,8 @@ def changed_since(
 ) -> str:
     """Return the first file of a source that has changed since a record was written; empty if none has.
 
-    Only weights and config.json count. A record without hashes says nothing.
-
-    Args:
-        record: of what was made of the source.
-        source: a directory that stands for the source.
-        known: SHA-256 of files in it that were read already, by name.
+    Only weights and config.json count. A record without hashes says nothing. `source` is a directory that
+    stands for it; `known` has hashes of files that were read already.
     """
     recorded = record["source"].get("files", {}) if record else {}
     names = sorted(name for name in recorded if name.endswith(".safetensors") or name == "config.json")
@@ -274,9 +246,7 @@ def changed_since(
 def hashes(files: Mapping[str, Path], known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the hexadecimal SHA-256 of some files, by name; several are read at once.
 
-    Args:
-        files: path of each file, by name.
-        known: SHA-256 of files that were read already, by name.
+    `known` are those of files that were read already.
     """
     found = dict(known or {})
     unread = [name for name in files if name not in found]

@@ -164,13 +164,7 @@ def holds_unfolded(file: Path, name: str, dtype: torch.dtype) -> str:
 def read_flat(entry: Entry, first: int, count: int) -> Tensor:
     """Read consecutive elements of a tensor.
 
-    Args:
-        entry: its place.
-        first: index of the first element, in the order of memory.
-        count: number of elements.
-
-    Returns:
-        (count,), on the CPU.
+    The first one's index is in the order of memory; they are (count,), on the CPU.
 
     Raises:
         InvalidInput: the file has become shorter.
@@ -204,12 +198,7 @@ def is_finite(tensor: Tensor) -> bool:
 def plan_shards(specs: Mapping[str, TensorSpec], shard_size: int) -> list[dict[str, TensorSpec]]:
     """Divide tensors into shards, in the given order.
 
-    Args:
-        specs: of the tensors, by name.
-        shard_size: most bytes of a shard; a larger tensor gets a shard of its own.
-
-    Returns:
-        The specs of each shard.
+    A tensor of more than `shard_size` bytes gets a shard of its own.
     """
     shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
@@ -295,10 +284,7 @@ class ShardWriter:
     def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
         """Write consecutive elements of a tensor, cast to its planned dtype.
 
-        Args:
-            name: of the tensor.
-            tensor: the elements, of any shape and on any device.
-            first: index of the first of them in the whole tensor.
+        They have any shape and are on any device; `first` is the index of the first in the whole tensor.
 
         Raises:
             InvalidInput: a value is not finite, or too large for the dtype.
@@ -364,10 +350,7 @@ class ShardWriter:
 def pieces(spec: TensorSpec, elements: int, whole: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the consecutive pieces of a tensor, as (first element, number of elements).
 
-    Args:
-        spec: of the tensor.
-        elements: about how many elements a piece has.
-        whole: number of which each piece has a multiple, such as a row's.
+    Each has about `elements` of them, a multiple of `whole`, such as a row's.
     """
     total = math.prod(spec.shape)
     step = max(elements // whole, 1) * whole

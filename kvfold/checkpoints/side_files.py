@@ -19,15 +19,9 @@ LIMIT_BYTES = 2**28
 def flaw_of(path: Path, directory: Path | None, limit_bytes: int | None = LIMIT_BYTES) -> str:
     """Return why a file of a checkpoint must not be read; empty if it may.
 
-    A link may lead to another file of the checkpoint, or to the Hub cache's copy of the file.
-
-    Args:
-        path: the file; it is not opened.
-        directory: the checkpoint; None where a link may lead anywhere.
-        limit_bytes: the most bytes that it may have; None for weights.
-
-    Returns:
-        The end of a sentence that begins with the file.
+    A link may lead to another file of the checkpoint, or to the Hub cache's copy of the file. Without
+    `directory` a link may lead anywhere, and without `limit_bytes` any size will do. The flaw ends a sentence
+    that begins with the file.
     """
     try:
         place = path.resolve(strict=True)
@@ -46,11 +40,8 @@ def flaw_of(path: Path, directory: Path | None, limit_bytes: int | None = LIMIT_
 def check_readable(directory: Path, patterns: tuple[str, ...]) -> None:
     """Refuse files of a checkpoint that would stop or fill this process if they were read.
 
-    Unlike the files that are copied, these may be links to anywhere.
-
-    Args:
-        directory: the checkpoint.
-        patterns: the files' names, as of `fnmatch`. Directories and links to nothing do not count.
+    Unlike the files that are copied, these may be links to anywhere. `patterns` are those of `fnmatch`;
+    directories and links to nothing do not count.
 
     Raises:
         InvalidInput: one of them is not a regular file, or is too large.
@@ -68,9 +59,7 @@ def is_readable(path: Path, directory: Path) -> bool:
 def matching(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of a checkpoint whose names match one of some patterns, sorted.
 
-    Args:
-        directory: the checkpoint.
-        patterns: as of `fnmatch`. Directories do not count.
+    Patterns are those of `fnmatch`; directories do not count.
 
     Raises:
         InvalidInput: one of them is not a regular file of the checkpoint, or is too large.

@@ -41,9 +41,7 @@ class Option:
 def takes(settings: type[Settings], without: Collection[str] = ()) -> Callable[[F], F]:
     """Return a decorator that gives a command an option for each field of its settings, required ones first.
 
-    Args:
-        settings: the fields.
-        without: fields that the command has no option for, or its own.
+    The command has no option for the fields `without`, or its own.
     """
     known = settings.model_fields
     names = sorted(
@@ -61,10 +59,7 @@ def takes(settings: type[Settings], without: Collection[str] = ()) -> Callable[[
 def read_options(settings: type[S], options: Mapping[str, Any], **more: Any) -> S:
     """Return the settings that the command line asks for; mistakes name options.
 
-    Args:
-        settings: the fields.
-        options: the values of a command's options by name.
-        more: fields that the command has other arguments for.
+    `more` are fields that the command has other arguments for.
 
     Raises:
         InvalidInput: names the option, its value and what would be right.

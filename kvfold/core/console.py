@@ -283,12 +283,7 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
     """Yield `items` and report how many are done: to the listener, and on stderr inside a command.
 
     On a terminal a command shows a bar with the time left, elsewhere a plain line every few seconds.
-
-    Args:
-        items: done when the next one is asked for.
-        description: of the work.
-        total: their number.
-        at_once: how many are worked on side by side; when the first is done, these nearly are.
+    `at_once` items are worked on side by side; when the first is done, these nearly are.
     """
     reported = _reported(items, description, total) if is_first() else items
     if not is_first() or not is_shown():
@@ -367,9 +362,7 @@ def calling(
 ) -> Iterator[Listener]:
     """Yield a listener for a call of the Python API, in which an error of a file is `InvalidInput` too.
 
-    Args:
-        progress: the callback, which the caller gave.
-        names: of options in notices and mistakes, as of `renamed`.
+    `names` are those of `renamed`, for notices and mistakes.
 
     Raises:
         InvalidInput: the callback cannot be called, or as in the block.

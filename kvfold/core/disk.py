@@ -85,9 +85,7 @@ def naming(place: str | os.PathLike[str]) -> Iterator[None]:
 def disk_sentence(error: DiskError, *, kept: str = "") -> str:
     """Return what a `disk_error` says to the user: the place, the reason, and what to do.
 
-    Args:
-        error: of the disk.
-        kept: what an earlier part of the work left, a clause.
+    `kept` is a clause about what an earlier part of the work left.
     """
     place = error.filename
     if place is None:
@@ -110,10 +108,7 @@ def is_full(error: OSError) -> bool:
 def check_room(output: Path, need: int, begun: Path) -> None:
     """Refuse, before long work, an output that its disk has no room for.
 
-    Args:
-        output: what will be written.
-        need: its bytes.
-        begun: what an earlier run has written of it, which needs no more room; may be missing.
+    `need` is in bytes. What an earlier run has written of it, in `begun`, needs no more room.
 
     Raises:
         InvalidInput: the disk is too small.

@@ -40,9 +40,7 @@ def bounded(sentence: str) -> str:
 def renamed(sentence: str, names: Mapping[str, str]) -> str:
     """Return a sentence in which options have other names, apart from those of a command that it quotes.
 
-    Args:
-        sentence: about options of the command line.
-        names: by option, such as `kv_budget` for `--kv-budget`; other options stay as they are.
+    `names` gives them by option, such as `kv_budget` for `--kv-budget`; other options stay.
     """
     return _OPTION.sub(lambda found: names.get(found[0], found[0]), sentence)
 

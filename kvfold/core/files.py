@@ -41,15 +41,8 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
     """Write a file that appears under its name when the block ends without an error.
 
     The block gets a path in a new private directory next to `file`, so no existing file is emptied, followed
-    or removed. The content is forced to the disk before it gets its name.
-
-    Args:
-        file: the file to write; its directory must exist.
-        replace: whether a file of that name may be replaced; the new one gets its mode. A link is
-            replaced, not followed.
-
-    Yields:
-        The path to write to. Nothing has this name yet.
+    or removed. The content is forced to the disk before it gets its name. With `replace` a file of that name
+    may be there; the new one gets its mode. A link is replaced, not followed.
 
     Raises:
         InvalidInput: `file` exists, at the start or at the end, and `replace` is not set.
@@ -69,12 +62,6 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
     """Write a directory that appears under its name when the block ends without an error.
-
-    Args:
-        directory: the directory to write; its parent must exist.
-
-    Yields:
-        An empty directory to write into.
 
     Raises:
         InvalidInput: `directory` exists, at the start or at the end.
@@ -112,11 +99,6 @@ def check_makeable(path: Path) -> None:
 def write_whole(file: Path, content: str, *, replace: bool = False) -> None:
     """Write a text file as `whole_file` does, in UTF-8.
 
-    Args:
-        file: the file to write.
-        content: its whole content.
-        replace: whether a file of that name may be replaced.
-
     Raises:
         InvalidInput: `file` exists and `replace` is not set.
         OSError: the directory cannot be written.
@@ -133,11 +115,7 @@ def write_json(file: Path, value: Any) -> None:
 def rename_whole(partial: Path, out: Path) -> None:
     """Force a file, or a directory and all that is in it, to the disk and give it its final name.
 
-    Links are not followed.
-
-    Args:
-        partial: the finished file or directory.
-        out: its final name, on the same file system.
+    Links are not followed. `out` is on the same file system.
 
     Raises:
         InvalidInput: `out` exists.
@@ -157,10 +135,6 @@ def replace_text(file: Path, content: str) -> None:
 
     A file of that name is replaced; other hard links to it keep their content.
 
-    Args:
-        file: the file to write, in a working directory or an unfinished output.
-        content: its whole content.
-
     Raises:
         OSError: the directory cannot be written.
     """
@@ -174,10 +148,6 @@ def save_whole(tensors: Mapping[str, "Tensor"], file: Path) -> None:
     """Write a safetensors file whole or not at all inside a directory that belongs to kvfold.
 
     A file of that name is replaced. It holds a checksum, which `load_whole` checks.
-
-    Args:
-        tensors: contiguous CPU tensors by name.
-        file: the file to write.
 
     Raises:
         OSError: the directory cannot be written, or the disk is full.
@@ -226,11 +196,7 @@ def locked(file: Path, busy: str | None) -> Iterator[None]:
     """Hold a lock for the duration of a block; the system releases it if the process dies.
 
     The lock file stays, because a working directory is also recognised by it. Whoever removes it does so
-    inside the block.
-
-    Args:
-        file: the lock file; it is created if it does not exist, empty.
-        busy: the error if another process holds the lock; None: wait until it is released.
+    inside the block. `busy` is the error if another process holds the lock; None: wait until it is released.
 
     Raises:
         InvalidInput: another process holds the lock and `busy` is given, or `file` exists and is not an empty
@@ -255,13 +221,8 @@ def locked(file: Path, busy: str | None) -> Iterator[None]:
 def private_directory(path: Path) -> Iterator[Path]:
     """Make a directory next to a path that only this user can enter, and remove it at the end.
 
-    What killed runs left of the same path is removed first.
-
-    Args:
-        path: what the directory is for. The block makes nothing in it but an entry of the same name.
-
-    Yields:
-        The directory, which holds a lock.
+    What killed runs left of the same path is removed first. The block makes nothing in it but an entry of the
+    path's name.
 
     Raises:
         OSError: the directory cannot be made.
@@ -370,10 +331,7 @@ def _unfinished(file: Path) -> Path:
 def link_or_copy(source: str | Path, place: str | Path, *, symbolic: bool = False) -> None:
     """Link a file, or copy it where links are impossible; for `shutil.copytree`.
 
-    Args:
-        source: the file.
-        place: its second name.
-        symbolic: whether the link is a symbolic one, which may cross file systems.
+    A symbolic link may cross file systems.
     """
     try:
         (os.symlink if symbolic else os.link)(source, place)

@@ -37,13 +37,6 @@ def resolve(model: str, revision: str | None = None) -> Path:
     Anything that is not a directory is taken as a Hub id, and downloaded through huggingface_hub into its
     cache. Environment variables such as HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT apply there.
 
-    Args:
-        model: a directory, `org/name` or `org/name@revision`.
-        revision: branch, tag or commit of a Hub id.
-
-    Returns:
-        The absolute path of the directory.
-
     Raises:
         InvalidInput: there is no such directory, and no such model can be downloaded.
     """
@@ -60,9 +53,6 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 def local_directory(model: str) -> Path | None:
     """Return the directory that a user names; None for what may be a Hub id, which is not looked for.
-
-    Args:
-        model: as of `resolve`.
 
     Raises:
         InvalidInput: it is neither.
@@ -99,9 +89,7 @@ def check_name(path: Path) -> Path:
 def check_depth(path: Path, name: str) -> None:
     """Check that the directories of a path can be made.
 
-    Args:
-        path: what will be made.
-        name: what it is, for the error.
+    `name` says in the error what it is.
 
     Raises:
         InvalidInput: it is inside too many directories.

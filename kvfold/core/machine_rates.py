@@ -36,8 +36,7 @@ class Rates:
 def measure_rates(hidden: int) -> Rates:
     """Return the rates of this machine's CPU, measured once per process.
 
-    Args:
-        hidden: the hidden size of the source, since small products are slower.
+    Small products are slower, so the source's hidden size matters.
     """
     side, threads = max(64, min(hidden, 2048)), torch.get_num_threads()
     draw = torch.Generator().manual_seed(0)

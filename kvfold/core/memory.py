@@ -58,10 +58,8 @@ def enough_memory(remedy: str) -> Iterator[None]:
     """Turn an error of a full memory, of a GPU or of the system, into one sentence.
 
     It may be used as a decorator. Of several processes one that fails alone cannot end the others, which wait
-    for it; their launcher does. So there the error passes, with the sentence as a note.
-
-    Args:
-        remedy: the end of the sentence, which says what takes less memory.
+    for it; their launcher does. So there the error passes, with the sentence as a note. `remedy` ends the
+    sentence: what takes less memory.
 
     Raises:
         InvalidInput: memory is full. Other errors pass.
@@ -84,9 +82,7 @@ def enough_memory(remedy: str) -> Iterator[None]:
 def remedy_of(ways: Mapping[str, bool], last: str) -> str:
     """Return a remedy for `enough_memory` that names only what is left to do.
 
-    Args:
-        ways: what takes less memory, and whether it is still to be done.
-        last: what takes less memory where all of them are done.
+    `ways` says of each whether it is still to be done; `last` is for where all are done.
     """
     *first, end = [way for way, is_left in ways.items() if is_left] or [last]
     return f"use {', '.join(first)} or {end}" if first else f"use {end}"

@@ -133,11 +133,7 @@ def released_together() -> Iterator[None]:
 def sum_over_ranks(total: "Tensor") -> "Tensor":
     """Sum a CPU tensor over all processes, in place.
 
-    Args:
-        total: of the same shape and dtype in every process.
-
-    Returns:
-        The same tensor.
+    It has the same shape and dtype in each. The same tensor is returned.
     """
     import torch.distributed as dist
 
@@ -149,8 +145,7 @@ def sum_over_ranks(total: "Tensor") -> "Tensor":
 def from_first(value: T) -> T:
     """Return the value of rank 0 in every process; each waits until rank 0 has it.
 
-    Args:
-        value: anything that can be pickled; only rank 0's matters.
+    It can be anything that can be pickled.
     """
     import torch.distributed as dist
 
@@ -163,8 +158,7 @@ def from_first(value: T) -> T:
 def from_every(own: T) -> list[T]:
     """Return the values of all processes, in the order of their ranks.
 
-    Args:
-        own: this process's value, anything that can be pickled.
+    They can be anything that can be pickled.
     """
     import torch.distributed as dist
 
@@ -178,8 +172,7 @@ def from_every(own: T) -> list[T]:
 def union(own: dict[str, T]) -> dict[str, T]:
     """Return the entries of all processes' dictionaries.
 
-    Args:
-        own: this process's entries; of equal keys the highest rank's value stays.
+    Of equal keys the highest rank's value stays.
     """
     return {name: value for part in from_every(own) for name, value in part.items()}
 

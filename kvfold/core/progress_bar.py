@@ -16,11 +16,7 @@ T = TypeVar("T")
 def shown_in_bar(items: Iterable[T], description: str, total: int, at_once: int = 1) -> Iterator[T]:
     """Yield `items` under a bar on stderr, with the time left.
 
-    Args:
-        items: done when the next one is asked for.
-        description: of the work.
-        total: their number.
-        at_once: how many are worked on side by side.
+    `at_once` of them are worked on side by side.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), _TimeLeft(at_once))
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -185,9 +185,7 @@ _KINDS = {
 def reason_of(kind: str, message: str) -> str:
     """Return what pydantic's error says that a value should be, in plain words.
 
-    Args:
-        kind: pydantic's type of the error, such as `float_parsing`.
-        message: pydantic's sentence.
+    `kind` is pydantic's type of the error, such as `float_parsing`.
     """
     wanted = _KINDS.get(kind.partition("_")[0])
     if wanted and kind.endswith(("_parsing", "_type", "_from_float")):

@@ -22,10 +22,7 @@ _at_a_time = threading.Lock()  # a descriptor has one position for all threads
 def open_bytes(file: str | os.PathLike[str], *, create: bool, within: int | None = None) -> int:
     """Return a descriptor to read and write a file's bytes; a link is not followed.
 
-    Args:
-        file: the file.
-        create: make it if it does not exist.
-        within: a descriptor of the directory that a relative path starts from; None: the current one.
+    `within` is a descriptor of the directory that a relative path starts from; None: the current one.
 
     Raises:
         OSError: it cannot be opened.

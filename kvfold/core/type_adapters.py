@@ -15,9 +15,6 @@ def type_adapter(kind: type[T]) -> "TypeAdapter[T]":
 
     pydantic is imported when a check is first asked for.
 
-    Args:
-        kind: a dataclass, a pydantic model or a container of them.
-
     Example:
         >>> type_adapter(list[int]).validate_python(["1"])
         [1]

@@ -96,9 +96,7 @@ def show_trained(tokens: int) -> str:
 def read_share(text: str, option: str) -> Fraction:
     """Read a share of the source's cache, between 0 and 1 and neither, exactly as it is written.
 
-    Args:
-        text: `25%` or `0.25`.
-        option: the option it was given to, for the error.
+    It is written as `25%` or `0.25`; `option` is named in the error.
 
     Raises:
         InvalidInput: the text is not such a share.

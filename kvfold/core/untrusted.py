@@ -54,11 +54,8 @@ def read_json(
 ) -> Any:
     """Read a JSON file that may be damaged or hostile.
 
-    Args:
-        path: a regular file, or a link to one.
-        limit_bytes: the largest file that is read.
-        name: the file's name in errors; by default its path.
-        top: the type of the whole, `dict` or `list`; None for any.
+    `path` is a regular file or a link to one, `name` stands for it in errors, and `top` is the type of the
+    whole; None: any.
 
     Raises:
         InvalidInput: the file cannot be read, exceeds a limit, is not JSON, or is of another type.
@@ -72,11 +69,7 @@ def parse_json(
 ) -> Any:
     """Parse JSON that may be damaged or hostile.
 
-    Args:
-        content: text, or bytes in UTF-8 with or without a byte order mark.
-        name: the origin of the content, for errors.
-        limit_bytes: the most characters or bytes of `content`.
-        top: as in `read_json`.
+    `name` says in errors what it is; the other arguments are those of `read_json`.
 
     Raises:
         InvalidInput: as of `read_json`.
@@ -101,9 +94,7 @@ def parse_json(
 def read_json_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
     """Read a file of one JSON object per line that may be damaged or hostile.
 
-    Args:
-        path: a regular file, or a link to one.
-        remedy: the advice in errors.
+    `remedy` is the advice in errors.
 
     Raises:
         InvalidInput: the file cannot be read or exceeds 1 GiB, or a line is not a JSON object.
@@ -140,12 +131,8 @@ def parse_yaml(
 ) -> Any:
     """Parse YAML that may be damaged or hostile.
 
-    Args:
-        content: text, or bytes in UTF-8.
-        name: the origin of the content, for errors.
-        limit_bytes: the most characters or bytes of `content`.
-        top: the type of the whole, `dict` or `list`; None for any.
-        unique_keys: refuse a mapping that has a key twice; otherwise the last value counts.
+    `name`, `limit_bytes` and `top` are as in `read_json`. With `unique_keys` no mapping may have a key twice;
+    otherwise the last value counts.
 
     Returns:
         The value, of YAML's plain types; None for no content if `top` is None.
@@ -178,10 +165,7 @@ def parse_yaml(
 def read_bytes(path: Path, limit_bytes: int, name: str | None = None) -> bytes:
     """Return the content of a regular file of limited size.
 
-    Args:
-        path: the file, or a link to one.
-        limit_bytes: the most bytes.
-        name: the file's name in errors; by default its path.
+    `name` stands for it in errors.
 
     Raises:
         InvalidInput: it cannot be read, is not a regular file, or is larger.

@@ -99,9 +99,7 @@ class WorkDir:
     def begin(self, request: Mapping[str, Any], state: str = "") -> None:
         """Take up the units of an earlier run of the same request, or begin.
 
-        Args:
-            request: what the user asked for; values that JSON does not know are kept as text.
-            state: a digest of everything else that the units depend on. Units of another state are not used.
+        `state` is a digest of all else that the units depend on; those of another state are not used.
 
         Raises:
             InvalidInput: the directory holds finished units of another request, or another run is at work.
@@ -162,8 +160,7 @@ class WorkDir:
     def add(self, units: Mapping[str, Any]) -> None:
         """Record units whose results are on the disk.
 
-        Args:
-            units: plain values with finite numbers, by name.
+        They are plain values with finite numbers, by name.
 
         Raises:
             InvalidInput: the directory was replaced by another one.
@@ -187,9 +184,7 @@ class WorkDir:
     def finish(self, place: Path, out: Path) -> None:
         """Give a whole result its final name. `claimed` then removes the directory.
 
-        Args:
-            place: the result, a file or a directory in this one.
-            out: its final name, on the same file system.
+        `place` is a file or a directory in this one, and `out` is on the same file system.
 
         Raises:
             InvalidInput: `out` exists, or `place` holds a file that kvfold did not write. Everything is kept,
@@ -221,11 +216,7 @@ class WorkDir:
     def clear(self, keep: str = "") -> list[Path]:
         """Remove what kvfold wrote, apart from journals and locks.
 
-        Args:
-            keep: a directory in this one that stays as it is.
-
-        Returns:
-            What is left because kvfold did not write it.
+        `keep` is a directory in this one that stays as it is. Returned is what kvfold did not write.
         """
         self._check_held()
         kept = {JOURNAL, LOCK, keep, *self._others()}
@@ -345,17 +336,8 @@ def claimed(
 
     Once the result has its final name, the end removes the directory. So does an error that a rerun would
     meet again, unless there is work to keep. Anything else that ends the run leaves it to resume from, unless
-    nothing is finished.
-
-    Args:
-        path: the directory, which must be missing, or of an earlier run of the same user and kind.
-        kind: of the work, such as `fold`.
-        option: the option that names the output, for errors.
-        keeps: returns whether there is work to keep after an error.
-        reads_earlier: whether work that versions of kvfold without a journal began is resumed.
-
-    Yields:
-        The directory, in which `begin` is called next.
+    nothing is finished. `keeps` returns whether there is work to keep after an error, and `reads_earlier` is
+    whether work that versions of kvfold without a journal began is resumed. `begin` is called next.
 
     Raises:
         InvalidInput: the directory is not kvfold's or not this user's alone, cannot be written, or another
@@ -405,14 +387,6 @@ def claimed(
 def joined(path: Path, kind: str, rank: int) -> Iterator[WorkDir]:
     """Join the work in a directory that rank 0 has claimed, in a process of a rank above 0.
 
-    Args:
-        path: the directory.
-        kind: as for `claimed`.
-        rank: of this process.
-
-    Yields:
-        The directory, in which `begin` is called next.
-
     Raises:
         InvalidInput: another run is at work in it.
     """
@@ -451,9 +425,6 @@ def strangers(place: Path) -> Iterator[Path]:
     """Yield what is at or below a path and kvfold does not write there, by its name.
 
     These are also all links. Everything in the directory of trackers and in private directories is kvfold's.
-
-    Args:
-        place: a working directory, or a file or directory in one.
     """
     name = place.name.removesuffix(".partial")
     is_own = name.startswith(PREFIX) or any(fnmatchcase(name, pattern) for pattern in OWN_FILES)

@@ -25,14 +25,7 @@ NEAR = 2e-3  # by which log-probabilities may differ in float32: the file rounds
 def started_engines(
     asked: Sequence[str], findings: Sequence[LintFinding], llama_cpp: Path | None, *, run: bool
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return the engines that run the checkpoint, and sentences about the others.
-
-    Args:
-        asked: the engines that the user named.
-        findings: the rules that the checkpoint breaks.
-        llama_cpp: directory of llama.cpp.
-        run: whether anything is to be run.
-    """
+    """Return the engines that run the checkpoint, and sentences about the others."""
     started, unasked = [], []
     for engine in asked:
         if engine == "transformers":

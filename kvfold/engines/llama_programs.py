@@ -179,10 +179,6 @@ class LlamaCpp:
 def _finished(words: Sequence[str], environment: Mapping[str, str] | None = None) -> CompletedProcess[str]:
     """Run a program to its end, without any input.
 
-    Args:
-        words: the program and its arguments.
-        environment: variables that are added to this process's.
-
     Raises:
         LlamaFailure: it has not ended after HOURS, or cannot be started.
     """
@@ -258,9 +254,6 @@ class BaseFile:
 
     def distance(self, source: BaseFile) -> dict[str, float]:
         """Return what `LlamaCpp.divergence` returns, from the log-probabilities of two models.
-
-        Args:
-            source: of the source, on the same text.
 
         Raises:
             LlamaFailure: they are of other tokens.

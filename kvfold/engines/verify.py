@@ -149,11 +149,6 @@ def verify_fold(out: Path, asked: Sequence[str], how: str) -> VerificationReport
     Where memory does not hold the run, the fold is complete all the same: a notice says that it was not run,
     and the rules alone are applied.
 
-    Args:
-        out: the fold.
-        asked: the engines that the user named.
-        how: `full`, `lint` or `none`.
-
     Returns:
         The report; None for `none`.
 

@@ -86,13 +86,9 @@ def demand(
 ) -> Demand:
     """Return the memory that a planned output takes on one rank.
 
-    Weights are divided over the ranks, activations are not; per_rank.py says what each holds of the cache.
-
-    Args:
-        plan: the output.
-        bounds: the context, the batch and the ranks.
-        engines: those that may run it; one that does not expand a latent is taken.
-        kind: the number format of the cache; None: the output's dtype.
+    Weights are divided over the ranks, activations are not; per_rank.py says what each holds of the cache. Of
+    the engines that may run it, one that does not expand a latent is taken; `kind` None is the output's
+    dtype.
     """
     size, context, batch = plan.dtype.itemsize, bounds.context, bounds.batch
     config, geometry = plan.source.config, plan.source.geometry

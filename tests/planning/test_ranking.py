@@ -141,7 +141,7 @@ def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Pat
     assert len(rows) >= 8
     measured, text = [], read_text("stdlib")
     cache = tmp_path / "teacher"
-    options = Options(window=256, max_windows=8, trust_remote_code=True, teacher_cache=cache)
+    options = Options(window=256, max_windows=4, trust_remote_code=True, teacher_cache=cache)
     for number, row in enumerate(rows):
         rewrite(replace(row.candidate.plan, refine=0), tmp_path / str(number))
         lost = evaluate(tmp_path / str(number), DEMO, text, options, suites=("ppl",)).ppl.difference
@@ -281,7 +281,7 @@ def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
 
 def test_curve_and_picture(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     picture, statistics = tmp_path / "curve.png", tmp_path_factory.mktemp("few") / "demo.safetensors"
-    study(open_source(DEMO), "self", sequences=6, length=64, seed=0, save=statistics)
+    study(open_source(DEMO), "self", sequences=4, length=32, seed=0, save=statistics)
     arguments = (str(DEMO), "--budgets", "25%,12.5%", "--calibration", str(statistics))
     arguments += ("--curve", "--png", str(picture))
     found = report(*arguments, "--memory", "1MB", code=3)  # a curve needs nothing to fit

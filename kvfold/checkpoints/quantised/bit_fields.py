@@ -27,10 +27,7 @@ def fp4(bytes_X: Tensor) -> Tensor:
 def fields(words: Tensor, bits: int, dimension: int) -> Tensor:
     """Return the unsigned numbers of each 32-bit word, lowest bits first, along a dimension, int32.
 
-    Args:
-        words: int32, two dimensions.
-        bits: of a number; a divisor of 32.
-        dimension: 0 or 1, along which numbers were packed.
+    Words have two dimensions, int32; `bits` divides 32.
     """
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     if dimension == 0:

@@ -110,13 +110,8 @@ def fitting_groups(
 ) -> list[str]:
     """Return the names of the config groups by which a weight may have been quantised.
 
-    Numbers and scales tell; targets are not read, since a stranger's pattern may run for ever.
-
-    Args:
-        specs: shape and dtype of the stored tensors, by name.
-        name: of the weight.
-        shape: of the weight.
-        groups: `config_groups`, checked by `find_compressed`.
+    Numbers and scales tell; targets are not read, since a stranger's pattern may run for ever. `groups` were
+    checked by `find_compressed`.
     """
     packed, scale = specs.get(f"{name}_packed"), specs.get(f"{name}_scale")
     found = []

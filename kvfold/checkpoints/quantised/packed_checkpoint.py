@@ -269,12 +269,7 @@ def is_quantised(directory: Path) -> bool:
 
 
 def unquantised_dtype(checkpoint: QuantisedCheckpoint, names: Collection[str]) -> torch.dtype:
-    """Return the dtype of most numbers that are not quantised; bfloat16 where all are.
-
-    Args:
-        checkpoint: a quantised one.
-        names: of its tensors.
-    """
+    """Return the dtype of most numbers that are not quantised; bfloat16 where all are."""
     counts: Counter[torch.dtype] = Counter()
     for name in names:
         spec = checkpoint.spec(name)
@@ -289,12 +284,7 @@ def as_stored(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def stored_specs(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, TensorSpec]:
-    """Return shapes and dtypes of tensors as they are stored: those of its parts for a quantised tensor.
-
-    Args:
-        checkpoint: quantised or not.
-        names: of its tensors, as it maps them.
-    """
+    """Return shapes and dtypes of tensors as they are stored: those of its parts for a quantised tensor."""
     if not isinstance(checkpoint, QuantisedCheckpoint):
         return {name: checkpoint.spec(name) for name in names}
     parts = [part for name in names for part in checkpoint.parts(name)]

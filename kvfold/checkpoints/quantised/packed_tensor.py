@@ -85,11 +85,7 @@ class StoredTensors:
     ) -> str:
         """Return a part's name after checking that it is stored as its tensor needs it.
 
-        Args:
-            name: of the part.
-            owner: of the tensor that needs it.
-            shapes: that it may have; empty: any.
-            dtypes: that it may have.
+        `owner` is the tensor that needs it; it may have any of the shapes, or any shape where none is given.
 
         Raises:
             InvalidInput: it is missing, or has another shape or dtype.

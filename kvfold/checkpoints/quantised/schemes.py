@@ -71,12 +71,7 @@ SCHEMES = {
 def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return how a checkpoint is quantised; None where it is not.
 
-    Args:
-        directory: of the checkpoint.
-        config: content of its config.json.
-
-    Returns:
-        The key of its row in `SCHEMES`, and its quantization_config.
+    It is given by the key of its row in `SCHEMES` and its quantization_config.
 
     Raises:
         InvalidInput: kvfold reads no such method.

@@ -207,9 +207,7 @@ RULES = (*_TRANSFORMERS, *_SEVERAL, *_VLLM, *_SGLANG, *_LLAMA, *_MLX, *_OTHERS)
 def lint(directory: Path, engines: Iterable[str]) -> list[LintFinding]:
     """Apply the rules of some engines to a checkpoint, and return those that it breaks.
 
-    Args:
-        directory: the checkpoint; of its weights only the latent's norms are read.
-        engines: of ENGINES.
+    Of its weights only the latent's norms are read.
 
     Raises:
         InvalidInput: there is no checkpoint that can be read.

@@ -41,9 +41,7 @@ class Output(NamedTuple):
 def output_of(layout: str, cached: tuple[int, int]) -> str:
     """Return the kind of an output, a key of OUTPUTS.
 
-    Args:
-        layout: of LAYOUTS.
-        cached: widths of the latent and the rotary key.
+    `cached` are the widths of the latent and of the rotary key.
     """
     if layout not in _BY_WIDTHS:
         return layout
@@ -144,9 +142,7 @@ HARDWARE = (
 def takes_any_width(engine: str, everywhere: bool = True) -> bool:
     """Return whether an engine has kernels for latents of any width.
 
-    Args:
-        engine: of ENGINES.
-        everywhere: on all hardware that is known here; False: on some.
+    With `everywhere` on all hardware that is known here, otherwise on some.
     """
     rows = [row.takes_any_width for row in HARDWARE if row.engine == engine]
     return engine == "transformers" or (bool(rows) and (all(rows) if everywhere else any(rows)))
