@@ -79,7 +79,7 @@ def parse(
     text: str,
     suites: Sequence[str],
     *,
-    option: str = "--assert",
+    label: str = "",
     examples: str = "'kl.mean<0.1'",
     not_run: str = "add it to --suite",
 ) -> Assertion:
@@ -88,7 +88,7 @@ def parse(
     Args:
         text: an alias or a dotted path of eval.json, with or without `suites.`; an operator; a number.
         suites: the suites that are run.
-        option: the option that has the text, for errors.
+        label: the option and what the user wrote there, for errors; by default `--assert` and the text.
         examples: what may be written, for errors.
         not_run: what to do where the text names a suite that is not run, for errors.
 
@@ -100,7 +100,7 @@ def parse(
         bound = float(match[3]) if match else float("nan")
     except ValueError:
         bound = float("nan")
-    label = f"{option} {text!r}"
+    label = label or f"--assert {text!r}"
     if match is None or not math.isfinite(bound):
         raise InvalidInput(f"{label} is not a comparison with a number; write for example {examples}")
     names = _whole_path(match[1])

@@ -93,6 +93,10 @@ class LatentAttention(Tensors):
         """Return the same function in other widths, none of them smaller, padded with zeros.
 
         Args:
+            latent: the width C.
+            rope: the width R.
+            nope: the width P.
+            value: the width H.
             slots: for each of this layer's rotary slots its number among the R/2; superfluous entries are
                 ignored.
         """

@@ -131,6 +131,7 @@ def weights_only(attention: Attention, span: int) -> LayerMetric:
     the value it displaces. A value error reaches the output through W_O.
 
     Args:
+        attention: the source's weights, float64.
         span: distances Δ = 0 ... span-1 that attention can reach (max_position_embeddings).
     """
     heads = len(attention.k_KHD)

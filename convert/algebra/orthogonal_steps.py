@@ -19,8 +19,11 @@ def order(used: Tensor, steps: int, batch: int, *, passes: bool, seed: int) -> l
     lie across two passes.
 
     Args:
+        used: numbers of the sequences.
+        steps: of the descent.
         batch: sequences in a step; with fewer in all, a step takes each once.
         passes: whether all are taken once before any is taken again.
+        seed: of the order.
     """
     batch = min(batch, len(used))
     generator = torch.Generator().manual_seed(seed)

@@ -47,7 +47,10 @@ def fit_queries(
         keys_KHE: the source's keys in the half layout, bias included.
         frequencies_F: of their pairs, radians per token.
         slots_RE: slot keys, interleaved.
+        slots_S: their frequencies.
+        latent_CE: the latent's rows.
         queries: query heads for each key head.
+        metric: gives C and the distances.
 
     Returns:
         (N, R, H) and (N, C, H): columns are the dimensions of the source's query in the half layout.

@@ -126,6 +126,9 @@ def from_options(
     """Return the target that sizes ask for, with every number filled in.
 
     Args:
+        source: geometry of the source checkpoint.
+        to: `gqa`, `mqa` or `mla`.
+        sizes: what the user asks for.
         rotary_width: how many of a head's dimensions the source rotates; None is all of them.
         normed: whether it normalises them, so that a latent must hold the normed ones.
 

@@ -134,6 +134,7 @@ def fold_bytes(
     """Return an upper estimate of the bytes of folding one layer: its attention twice, and a decomposition.
 
     Args:
+        source: the checkpoint.
         sample: the number of sequences that the layer is measured and refined on, and the tokens of each;
             None without statistics.
         levelled: width of a latent whose norm is fitted on the sample; None without such a norm.

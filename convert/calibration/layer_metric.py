@@ -38,6 +38,7 @@ def of_keys(layer: LayerStatistics, attention: Attention) -> LayerMetric:
 
     Args:
         layer: the statistics; without a sink, the result is `from_statistics`.
+        attention: the source's weights, float64.
     """
     plain = from_statistics(layer)
     assert plain.input_EE is not None

@@ -67,7 +67,11 @@ def collect(
 
     Args:
         layered: the model; the following arguments are those of `passes.collect`.
-        sequences, layout, batch_size, calibration, seed: as there.
+        sequences: token ids (sequences, T).
+        layout: the places of the model's quantities.
+        batch_size: sequences at once.
+        calibration: the source of the sequences, for the record.
+        seed: of the labels.
         work: a directory for the hidden states between layers, 4 · tokens · D · (L + 1) bytes, and for the
             statistics, which stay on disk; no named file is left in it.
 
@@ -135,7 +139,7 @@ def _backward(block: Any, number: int, at: int, stored: "_Stored", calls: "Calls
 def enter(layered: LayeredModel, batches: Batches, put: Callable[[int, Tensor], None]) -> Calls:
     """Give `put` the inputs of the first layer by batch, and record how each layer is called.
 
-    The batches are token ids (B, T), each with a tensor that is not read here.
+    A batch is a pair: token ids (B, T), and a tensor that is not used here.
     """
     decoder = layered.model.get_decoder()
 

@@ -35,7 +35,11 @@ def collect(
 
     Args:
         model: a transformers causal language model in eval mode and float32, with eager attention.
+        sequences: token ids (sequences, T), int64.
+        layout: the places of the model's quantities.
         batch_size: sequences at once; it changes memory and speed, and no number.
+        calibration: the source of the sequences, for the record.
+        seed: of the labels.
 
     Raises:
         InvalidInput: the sequences are too few, too short or too long for the model, or a statistic is NaN or

@@ -107,7 +107,9 @@ def breakdown(model: Any, tokens_BT: Tensor, positions: int) -> int | None:
     position.
 
     Args:
+        model: a transformers causal language model in eval mode.
         tokens_BT: ids of text that the source wrote, int64.
+        positions: of the source.
 
     Returns:
         A length L, where the source reads L tokens well and 2·L badly. None where it reads all well, or there

@@ -187,8 +187,12 @@ class Statistics:
         """Write a safetensors file, which must not exist; it appears only once it is complete.
 
         Args:
+            file: the file.
             run: hexadecimal SHA-256 of everything that decides the numbers. `RUN_DIGITS` of it are saved, by
                 which `read_run` recognises the file.
+
+        Raises:
+            InvalidInput: the file exists or cannot be written.
         """
         if file.exists():
             raise InvalidInput(

@@ -76,10 +76,14 @@ def study(
     """Return the statistics of a source, or None where weights alone are used.
 
     Args:
+        source: the checkpoint.
         calibration: `none`; `self`, text sampled from the model at temperature 1; a text as
             `documents.check_calibration` takes it, behind `self+` for half of each; or saved statistics.
+        sequences: number of sequences that are read.
         length: tokens per sequence, at most the model's positions. None: `reach.default_length`, or less
             where the source's own text breaks down before.
+        seed: of the text and the labels.
+        save: a file that keeps the statistics for other folds of this source.
         layerwise: whether one layer at a time is in memory; None: when the model does not fit whole.
         work: the directory for activations between layers, unless TMPDIR is set; by default the current one.
 

@@ -17,10 +17,15 @@ def at_context(source: Source, statistics: Statistics | None, context: int | Non
     Statistics that have them already are returned as they are.
 
     Args:
+        source: the checkpoint that they are of.
+        statistics: None where there are none.
         context: tokens of a text. Distances are extrapolated up to `SPAN`, and in layers with a window up to
             that. None: texts from the length of the calibration text on, each twice as long as the one
             before, up to the source's positions, or those before its own text breaks down. A fold for the
             longest alone loses more in all others than it gains there (docs/notes/slots.md).
+
+    Raises:
+        InvalidInput: the source has fewer positions.
     """
     if context is not None and context > source.positions:
         raise InvalidInput(

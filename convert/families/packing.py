@@ -92,6 +92,10 @@ def unpack(
     Args:
         named: by role and part, `q.weight`, `qkv.bias`, `k_norm` and so on; the norms and a gate are
             optional.
+        family: the row that describes their layout.
+        geometry: their attention shape.
+        width: rotated dimensions of a head.
+        scale: factor on the scores.
     """
     head_dim = geometry.head_dim
     order_H = half_order(family, geometry.head_dim, width)

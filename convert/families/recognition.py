@@ -225,6 +225,7 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None
     """Return why the stock latent class cannot hold a checkpoint, and a way out; None when it can.
 
     Args:
+        config: a complete one.
         regressed: key norms are no obstacle, because linear functions stand for them.
     """
     family = configured(FAMILIES[config["model_type"]], config)

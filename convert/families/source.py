@@ -233,6 +233,7 @@ class Source:
         """Return a layer's attention, float64.
 
         Args:
+            layer: its number.
             rotary_factor: factor on the cosines and sines, which goes into the scale, or, where a part of a
                 head does not rotate, into the queries.
         """

@@ -128,6 +128,7 @@ class Container(ABC):
 
         Args:
             attention: of the form that this container writes; its dtype is kept.
+            layer: number of the layer.
         """
 
     def norms(self, layer: int) -> tuple[str, ...]:
@@ -142,6 +143,7 @@ class Container(ABC):
         """Return what a user should know before loading the output, in sentences.
 
         Args:
+            source: the checkpoint that was folded.
             why: the reason for the form, where it was not the user's choice.
         """
         return []

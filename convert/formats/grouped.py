@@ -64,6 +64,7 @@ class Grouped(FewerHeads):
 
     @property
     def architecture(self) -> str:
+        """Return the name of the class that loads the output."""
         return self.family.architecture
 
     def elements(self, layer: int) -> int:
@@ -77,11 +78,13 @@ class Grouped(FewerHeads):
         return self.target.num_key_value_heads, self.geometry.num_key_value_heads
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json of the output, made from the source's."""
         made = {**without_code(source), str(self.family.kv_heads): self.target.num_key_value_heads}
         made |= former_rope(made)
         return with_fewer_heads(made, self._share) if self.family.unlike else made
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         own = self.layers[layer]
         found = dict(attention_shapes(replace(own, geometry=own.folded(self._share)), layer, self.biases))
         passing = {own.family.norm("q", layer)}  # norms that do not change with the heads
@@ -89,6 +92,7 @@ class Grouped(FewerHeads):
         return {name: TensorSpec(dtype, shape) for name, shape in found.items() if name not in passing}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
+        """Return one folded layer's attention under the names and in the layout of the class."""
         assert isinstance(attention, Attention)
         family = self.layers[layer].family
         names = family.projections(layer)

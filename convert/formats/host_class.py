@@ -45,13 +45,16 @@ class HostClass(FewerHeads):
 
     @property
     def architecture(self) -> str:
+        """Return the name of the class that loads the output."""
         return self.host.family.architecture
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json of the output, made from the source's complete one."""
         written = self.host.config(source, self.target.num_key_value_heads, self.rope)
         return {"architectures": [self.architecture], **written}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         folded = replace(self.geometry, num_key_value_heads=self.target.num_key_value_heads)
         shape = LayerShape(family=self.host.family, geometry=folded, rotary_width=0)
         biases = set(shape.family.roles) if self.biases else set[str]()

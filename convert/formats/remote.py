@@ -66,10 +66,12 @@ class Remote(Container):
 
     @property
     def architecture(self) -> str:
+        """Return the name of the class that loads the output."""
         return ARCHITECTURE
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """Return the code that is shipped with the weights."""
         return tuple(HERE / name for name in FILES)
 
     @property
@@ -89,6 +91,7 @@ class Remote(Container):
 
     @property
     def folds_jointly(self) -> bool:
+        """Return whether keys and values come from one latent without a rotary key."""
         return not self.target.qk_rope_head_dim
 
     @property
@@ -132,6 +135,7 @@ class Remote(Container):
         return tuple(role for role, there in wanted.items() if there)
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json of the output, made from the source's as it is on disk."""
         ours: dict[str, Any] = {
             "form": self.target.rope,
             "source_model_type": source["model_type"],
@@ -201,6 +205,7 @@ class Remote(Container):
         return {"head_dim": width, "num_key_value_heads": self.geometry.num_attention_heads, **plain}
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         place = self._place.format(layer=layer)
         shapes: dict[str, tuple[int, ...]] = {}
         for role, (name, rows, columns) in self._weights().items():
@@ -262,6 +267,7 @@ class Remote(Container):
         return {"q_a": ("q_a_proj", rank, hidden), "q": ("q_b_proj", rows, rank)}
 
     def norms(self, layer: int) -> tuple[str, ...]:
+        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
         names = {"q": self.family.norm("q", layer), "k": self.family.norm("k", layer)}
         return tuple(
             str(names[which])
@@ -279,6 +285,7 @@ class Remote(Container):
         return {which: f"{place}.{which}_norm.weight" for which in written if written[which]}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
+        """Return one folded layer's attention under the names and in the layout of the class."""
         assert not isinstance(attention, Attention)
         factor = attention.scale / self.scale
         if isinstance(attention, IntactAttention | NormedLatentAttention) and attention.q_norm_NH is not None:

@@ -51,6 +51,7 @@ def nearest_bands(frequencies_F: Tensor, slots_S: Tensor, still: float) -> tuple
 
     Args:
         frequencies_F: the source's, radians per token.
+        slots_S: the class's table.
         still: frequency of pairs that do not rotate, which need no slot.
     """
     step = math.log(float(slots_S[0] / slots_S[1]))

@@ -106,6 +106,7 @@ class Stock(Container):
 
     @property
     def architecture(self) -> str:
+        """Return the name of the class that loads the output."""
         return "DeepseekV3ForCausalLM"
 
     @property
@@ -139,6 +140,7 @@ class Stock(Container):
 
     @property
     def profile(self) -> Profile | None:
+        """Return the widths of other engines that the output was brought into, if it was."""
         return None if self.served is None else self.served.profile
 
     @property
@@ -166,6 +168,7 @@ class Stock(Container):
         }
 
     def config(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json of the output, made from the source's."""
         return {
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
@@ -192,6 +195,7 @@ class Stock(Container):
         }
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Return names, shapes and dtypes of one layer's attention tensors."""
         shapes = stock_shapes({**vars(self.geometry), **self._widths})
         return {
             _PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()
@@ -255,6 +259,7 @@ class Stock(Container):
         return _compressed_query(q_QA, down_AD)
 
     def norms(self, layer: int) -> tuple[str, ...]:
+        """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
         return tuple(name.format(layer=layer) for name in self.unread)
 
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:

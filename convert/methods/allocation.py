@@ -29,6 +29,9 @@ def allocate(saved_FK: Tensor, frequencies_F: Tensor, slots: int, table: int = 0
     Args:
         saved_FK: the loss that the first, second, ... slot at a frequency saves, summed over the layers;
             falling along K.
+        frequencies_F: the source's angular frequencies.
+        slots: how many to give.
+        table: number of the rotary table.
     """
     best = saved_FK.flatten().argsort(descending=True, stable=True)[:slots] // saved_FK.shape[1]
     counts = torch.bincount(best, minlength=len(frequencies_F)).tolist()
@@ -85,6 +88,9 @@ def losses_by_width(
     """Predict what layers lose of a cache of `elements` per token and layer, by the width of its slots.
 
     Args:
+        layers: gives attention and metric of every layer, each time anew.
+        frequencies_F: the layers' angular frequencies.
+        elements: kv_lora_rank + qk_rope_head_dim.
         candidates: slots for each value of qk_rope_head_dim to consider.
         slot_losses: the loss of each layer with them, apart from the latent's, in nats per token.
 

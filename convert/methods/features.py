@@ -57,6 +57,8 @@ def feature_metric(
 
     Args:
         attention: the source's weights, with key norms and without a value bias, float64.
+        statistics: of the layer; None: the metric comes from the weights alone.
+        span: max_position_embeddings.
         seen: features on a sample; where there is none, norms count as the linear maps that they are on
             average.
     """

@@ -158,6 +158,8 @@ def _gathered(costs_KK: Tensor, groups: int, first: int) -> Tensor:
     """Return the group of every head (K,), groups filled one after the other with the heads that fit best.
 
     Args:
+        costs_KK: of every two heads as one.
+        groups: the number of groups.
         first: the head that the first group begins with; others begin with the head that fits worst.
     """
     heads = len(costs_KK)

@@ -144,6 +144,7 @@ def merged(attention: Attention, target: GroupedTarget, *, key_values: bool) -> 
 
     Args:
         attention: with norms of single heads between projections and rotation.
+        target: key/value heads of this layer.
         key_values: values are the keys before their norm.
 
     Returns:

@@ -104,6 +104,7 @@ def to_intact(
     With key norms, the latent encodes the normed keys with the values.
 
     Args:
+        attention: the source's weights, float64.
         target: `kv_lora_rank` is the rank; from `full_rank` on the result is exact.
         metric: what errors cost, at keys behind their norm.
         moment_EE: second moment of normed keys and values; that of `linearised` attention where there is
@@ -162,7 +163,10 @@ def fold_joint(
     """Fold one layer to a latent that is all there is in the cache, by statistics or by the weights alone.
 
     Args:
+        attention: the source's weights, float64.
         target: `rope` says whether what is rebuilt is then rotated, or nothing is.
+        statistics: of the layer.
+        span: max_position_embeddings.
         seen: of a layer with key norms, where there is a sample of it.
     """
     metric = metric_behind_norms(attention, statistics, span, seen)

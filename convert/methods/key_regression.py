@@ -48,6 +48,7 @@ def without_norms(attention: Attention, sample: LayerSample) -> Attention:
     """Return attention whose queries and keys are the best linear functions of the input on a sample.
 
     Args:
+        attention: the source's weights, with norms of queries and keys, float64.
         sample: of its inputs; sequences that are held back take no part.
     """
     # In the place of keys, queries are computed as keys are.

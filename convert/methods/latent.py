@@ -83,8 +83,11 @@ def to_mla(
     """Fold one layer to multi-head latent attention.
 
     Args:
+        attention: the source's weights, float64.
         target: widths; `slots == "source"` keeps every head's every pair and is exact.
+        frequencies_F: the source's angular frequencies, float64.
         bands: the slots, `qk_rope_head_dim / 2` in all.
+        metric: what errors cost.
     """
     if target.slots == "source":
         return _exact(attention)

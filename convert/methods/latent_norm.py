@@ -141,6 +141,8 @@ def with_least_parts(layer: LatentAttention, input_BTD: Tensor, least: float) ->
     step of an optimizer, or rounding, destroys the layer (docs/notes/latent-norm.md).
 
     Args:
+        layer: with `level_CC`, float64.
+        input_BTD: inputs of the layer, from which the part of each direction is measured.
         least: smallest part of a direction, as a share of the mean part.
     """
     assert layer.level_CC is not None
@@ -157,6 +159,8 @@ def in_level_basis(
     """Return the same function with an RMSNorm of the latent itself, in a basis that makes it level.
 
     Args:
+        layer: with `level_CC`, float64.
+        input_BTD: inputs of the layer.
         size: root mean square that the down-projection gets; the weight of the norm gives every column of the
             up-projections about the same.
         basis: coordinates behind the norm; None: of those that the length does not see, the ones in which
@@ -204,6 +208,8 @@ def with_query_norm(
     Then the down-projection is diagonal, and rounding it costs next to nothing too.
 
     Args:
+        layer: the layer, float64.
+        tokens: of the layer.
         size: root mean square that the queries' down-projection gets.
         biased: whether one more feature, a constant, takes the place of the queries' biases; otherwise they
             stay as they are.

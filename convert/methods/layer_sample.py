@@ -22,6 +22,7 @@ def drawn_inputs(source: Source, number: int) -> Tensor:
     Args:
         source: one whose layers have the names of Llama's; without such a norm only the length is as it
             should be.
+        number: of the layer.
     """
     width, family, rows = source.geometry.hidden_size, source.family, list[Tensor]()
     for first, piece in source.checkpoint.stream(family.prefix + family.embedding, by_rows=True):

@@ -47,6 +47,8 @@ def raised_root(root_CC: Tensor, moment_CC: Tensor, least: float) -> Tensor:
     Directions that hardly a token has stay as they are.
 
     Args:
+        root_CC: the root to start from.
+        moment_CC: E[c cᵀ] of the latent.
         least: smallest part of a direction of the white latent, as a share of the mean part. Those below are
             raised to it, and all are scaled so that E|A c|² stays.
     """
@@ -79,6 +81,9 @@ def fit_form(
         latent_XC: tokens of a latent that is about white, float64.
         held_XC: tokens that measure the error; the M with the least is returned, which may be the start.
         weight_X: of the tokens in the mean, with a mean of 1.
+        held_weight_X: of the tokens that measure.
+        start_CC: first M.
+        steps: most steps.
     """
 
     def gradient(value_X: Tensor) -> Tensor:

@@ -185,7 +185,10 @@ def mha2mla(
     pairs in all heads and layers, as published.
 
     Args:
+        attention: of the source.
+        target: widths of the latent and the rotary key.
         bands: the slots, each for one pair.
+        statistics: of the layer, for the choice of pairs.
         apart: decompose keys and values apart, each into half of the latent (SVD_split), not jointly
             (SVD_joint).
     """

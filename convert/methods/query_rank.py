@@ -43,6 +43,7 @@ def compress(layer: Compressible, source: Attention, metric: LayerMetric, rank: 
     Args:
         layer: with queries that are linear functions of the source's, float64.
         source: the layer that it was folded from; its queries' biases take no part.
+        metric: what errors cost.
         rank: q_lora_rank; from min(D, N·H) on nothing is lost.
     """
     rows_XD = source.q_NHD.flatten(0, 1)

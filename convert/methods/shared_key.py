@@ -249,6 +249,10 @@ def merged_heads(
     skips as many as the rotary key is wide. Its damping of the PCAs changes no eigenvector.
 
     Args:
+        attention: of the source.
+        target: widths of the latent and the rotary key.
+        bands: the slots.
+        statistics: of the layer.
         input_EE: second moment of the layer's input behind the layers that were changed before it; None: the
             source's.
         decompose: the last step, of `DECOMPOSITIONS`.

@@ -62,7 +62,11 @@ def choose_slots(
     than all keys and values need. The excess is not spent: their rank is at most the hidden size.
 
     Args:
+        source: the checkpoint.
+        target: the target, as the sizes say.
         statistics: of the source; None where only its weights are used.
+        method: name of the method.
+        sizes: what the user asks for.
         slots: the kind that the user asks for.
         in_stock: whether the output is in the stock class, which has no key norms.
         fixed: slots that are given, because an engine has no others.

@@ -46,7 +46,7 @@ def reads_statistics(method: str) -> bool:
 def check_prepared(
     target: GroupedTarget | LatentTarget, method: str, cache_dtype: str, rank: Rank | None
 ) -> None:
-    """Refuse to prepare a fold for a quantised cache where that is none of its purposes."""
+    """Refuse `--cache-dtype` where nothing of a fold can be prepared for it."""
     if cache_dtype == "bfloat16":
         return
     if method != OWN:

@@ -61,6 +61,7 @@ def spread_layers(predicted_L: Sequence[float], count: int) -> dict[int, float]:
 
     Args:
         predicted_L: loss of every layer, in any unit.
+        count: most layers.
 
     Example:
         >>> spread_layers([4.0, 1.0, 1.0, 1.0, 1.0], 3)

@@ -45,8 +45,10 @@ def prepare(
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
     Args:
+        request: what the user asked for.
         dry_run: whether nothing will be written; then weights alone decide, unless the request names a
             calibration.
+        source: what the request names, where it is open already.
         check: called before statistics are taken, with the request as it will be recorded, the output, and
             the bytes of its weights.
 

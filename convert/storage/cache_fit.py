@@ -53,8 +53,10 @@ def fit_coordinates(start: Coordinates, rows_XW: Tensor, cost_WW: Tensor, dtype:
     """Return coordinates of less predicted loss, with the turn multiplied into `inner_CC`; all float64.
 
     Args:
+        start: where the search begins.
         rows_XW: numbers as they would be written without coordinates.
         cost_WW: H, cost of errors in them.
+        dtype: format that they are rounded to.
     """
     rank, device = len(start.outer_C), fitting_device()
     inner_CC, rows_XW = start.inner_CC.to(device), rows_XW.to(device, torch.float64)

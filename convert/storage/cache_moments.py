@@ -42,6 +42,8 @@ def sampled_moments(
 
     Args:
         layer: folded, float64.
+        slots_S: angular frequencies of its slots or pairs.
+        sample: of the source's inputs, in nats.
     """
     device = fitting_device()
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)

@@ -58,6 +58,9 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
 
     Args:
         layer: with `level_CC`, float64.
+        slots_S: angular frequencies of its slots.
+        sample: of the source's inputs.
+        draws: number of draws.
     """
     assert layer.level_CC is not None
     device, rank = fitting_device(), len(layer.down_CD)

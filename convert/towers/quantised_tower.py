@@ -115,6 +115,8 @@ def whole_modules(
     """Return the modules of a whole output with quantised weights; None where no weight is quantised.
 
     Args:
+        whole: the source.
+        part: the folded tower.
         named: its unquantised tensors by their names in the whole checkpoint.
         place: for each of its modules the name in the multimodal class.
         inside: names of the source's tower in the whole checkpoint.

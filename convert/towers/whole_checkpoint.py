@@ -65,8 +65,14 @@ def write_around(
     """Write a whole checkpoint around another tower than its own, all or nothing, and return its record.
 
     Args:
+        tower: its own tower.
         folded: the other one, whose record becomes the output's.
+        out: the new directory.
         made: fields of the record that say of what and how the output was made.
+        shard_size: most bytes of a weight file.
+
+    Raises:
+        InvalidInput: the directory exists or cannot be written, or the tower does not fit.
     """
     check_output(out, tower.directory)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,10 @@ def make_card(
 
     Args:
         directory: the checkpoint; nothing is written to it.
+        record: its kvfold.json.
+        title: name of the checkpoint.
         place: the repository or directory that engines load it from.
+        evaluation: its measured quality.
         further: the weights are not those that the record describes, as after training with another tool.
 
     Raises:

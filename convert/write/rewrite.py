@@ -72,6 +72,7 @@ def rewrite(plan: Plan, out: Path, *, source_name: str | None = None) -> dict[st
     thread (`Folding.jobs`).
 
     Args:
+        plan: what to do.
         out: the output directory; it appears only when complete, and must not exist.
         source_name: name of the source in the record; by default its Hub id, or its directory's name.
 

@@ -234,7 +234,7 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
 def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int | None]], int]:
     """Read W tokens; return each layer's cached tensors and the most tokens that it keeps (None: all).
 
-    The last number is of the bytes that layers without attention keep.
+    The second value is the number of bytes that layers without attention keep.
     """
     ids_1W = ids_W[None].to(loaded.device)
     cache = cache_of(loaded.model.base_model(input_ids=ids_1W, use_cache=True))

@@ -83,9 +83,9 @@ def hash_unchanged(checkpoint: Checkpoint, file: Path) -> str:
 def check_unchanged(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> None:
     """Check that the files of a checkpoint still have the content that was opened.
 
-    A file is read again only where its size or its time differs. Of a view, that whose files it reads is
-    checked. `known` has hashes from `hash_unchanged`; without its hash, a file that was touched counts as
-    changed.
+    A file is read again only where its size or its time differs. A view has no files of its own: the
+    checkpoint under it is checked. `known` has hashes from `hash_unchanged`; a touched file without a hash
+    there counts as changed.
 
     Raises:
         InvalidInput: a file was written, replaced or removed meanwhile.

@@ -350,7 +350,7 @@ class ShardWriter:
 def pieces(spec: TensorSpec, elements: int, whole: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the consecutive pieces of a tensor, as (first element, number of elements).
 
-    Each has about `elements` of them, a multiple of `whole`, such as a row's.
+    A piece has about `elements` elements, and always a multiple of `whole`, such as the length of a row.
     """
     total = math.prod(spec.shape)
     step = max(elements // whole, 1) * whole

@@ -41,7 +41,7 @@ class Option:
 def takes(settings: type[Settings], without: Collection[str] = ()) -> Callable[[F], F]:
     """Return a decorator that gives a command an option for each field of its settings, required ones first.
 
-    The command has no option for the fields `without`, or its own.
+    No option is made for the fields named in `without`: the command does not have them, or defines its own.
     """
     known = settings.model_fields
     names = sorted(
@@ -59,7 +59,7 @@ def takes(settings: type[Settings], without: Collection[str] = ()) -> Callable[[
 def read_options(settings: type[S], options: Mapping[str, Any], **more: Any) -> S:
     """Return the settings that the command line asks for; mistakes name options.
 
-    `more` are fields that the command has other arguments for.
+    `more` gives fields that the command reads from its arguments instead of options.
 
     Raises:
         InvalidInput: names the option, its value and what would be right.

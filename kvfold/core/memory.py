@@ -82,7 +82,7 @@ def enough_memory(remedy: str) -> Iterator[None]:
 def remedy_of(ways: Mapping[str, bool], last: str) -> str:
     """Return a remedy for `enough_memory` that names only what is left to do.
 
-    `ways` says of each whether it is still to be done; `last` is for where all are done.
+    `ways` says of each remedy whether it is still left to try; `last` is offered when none is.
     """
     *first, end = [way for way, is_left in ways.items() if is_left] or [last]
     return f"use {', '.join(first)} or {end}" if first else f"use {end}"

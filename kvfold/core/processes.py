@@ -145,7 +145,7 @@ def sum_over_ranks(total: "Tensor") -> "Tensor":
 def from_first(value: T) -> T:
     """Return the value of rank 0 in every process; each waits until rank 0 has it.
 
-    It can be anything that can be pickled.
+    The value must be picklable.
     """
     import torch.distributed as dist
 
@@ -158,7 +158,7 @@ def from_first(value: T) -> T:
 def from_every(own: T) -> list[T]:
     """Return the values of all processes, in the order of their ranks.
 
-    They can be anything that can be pickled.
+    The values must be picklable.
     """
     import torch.distributed as dist
 

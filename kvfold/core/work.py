@@ -216,7 +216,7 @@ class WorkDir:
     def clear(self, keep: str = "") -> list[Path]:
         """Remove what kvfold wrote, apart from journals and locks.
 
-        `keep` is a directory in this one that stays as it is. Returned is what kvfold did not write.
+        `keep` is a directory in this one that stays as it is. Returns what kvfold did not write.
         """
         self._check_held()
         kept = {JOURNAL, LOCK, keep, *self._others()}

@@ -96,7 +96,8 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
 def _raised_elsewhere(lines: list[str]) -> list[str]:
     """Return what SGLang's scheduler raised, a process after whose end SGLang kills itself.
 
-    `lines` are of stderr. Without the one that tells this end it was not SGLang that killed.
+    `lines` are of stderr. Unless one of them tells of that end, something else killed the process, and
+    nothing is returned.
     """
     is_ended = any("sigquit" in line.lower() for line in lines)
     return [line for line in lines if _RAISED.match(line)] if is_ended else []

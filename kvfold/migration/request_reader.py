@@ -59,7 +59,7 @@ def read_bound(text: str) -> Assertion:
     number that the suites `ppl` and `fidelity` measure.
 
     Raises:
-        InvalidInput: it has another form, bounds the cache, or holds the more is lost.
+        InvalidInput: the text has another form, limits the cache size, or gets easier to meet as loss grows.
     """
     times = re.fullmatch(r"\s*ppl\s*([<>]=?)\s*(\d+(?:\.\d*)?)x\s*", text)
     known = f"{_EXAMPLES}, of {', '.join(short_names(_BOUNDED))}"
@@ -71,7 +71,7 @@ def read_bound(text: str) -> Assertion:
     bound = parse(
         f"ppl.ratio{times[1]}{times[2]}" if times else text,
         SUITES,
-        option="--until",
+        label=f"--until {text!r}",
         examples=known,
         not_run=f"bound what kvfold migrate measures, for example {known}",
     )

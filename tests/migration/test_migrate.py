@@ -248,6 +248,8 @@ def test_bounds(text: str, path: str, bound: float) -> None:
         ("top1>1", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
         ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
         ("ppl.ratio<0", "can never hold: ppl.ratio.mean is at least 0"),
+        ("ppl<0x", "can never hold: ppl.ratio.mean is at least 0"),
+        ("ppl>1.02x", "did you mean 'ppl<1.02x'?"),
         (
             "kl>0.1",
             "does not hold for a fold that loses less, so no search can end at it; did you mean 'kl<0.1'?",
@@ -261,6 +263,9 @@ def test_bounds(text: str, path: str, bound: float) -> None:
         ("ppl<.5x", "is not a comparison with a number"),
         ("ppl<1.2.3x", "is not a comparison with a number"),
         ("", "is not a comparison with a number"),
+        ("ppl", "is not a comparison with a number"),
+        ("ppl<x", "is not a comparison with a number"),
+        ("kl<0.1x", "is not a comparison with a number"),
         ("kl<nan", "is not a comparison with a number"),
         ("foo<1", "the report has no foo"),
         ("ppl.x<1", "suites.ppl has no x; it has"),
