@@ -1,7 +1,8 @@
 """Text that the source model writes by itself, on which statistics are collected.
 
 Text drawn at temperature 1 has, by definition, the distribution on which the model's predictions are right.
-In measurements, 24 to 48 such sequences are as good as the training corpus.
+Half of it is cut as windows of packed documents are: 48 such sequences are then about as good as text that
+the model was trained on (docs/notes/calibration.md).
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from ...models.caches import cache_argument, cache_of, growing_cache, positions_
 from .written_batches import WrittenBatches
 
 BLOCK = 256  # tokens of the vocabulary per block; a draw selects a block first
+_CUTS = 0xC07  # sets the draw of cuts apart from the draw of a text with the same seed
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,33 @@ def write_text(
         tokens_BT, entropy_BT = (torch.cat(parts) for parts in zip(*filter(None, written), strict=True))
 
     return OwnText(gather_rows(tokens_BT, sequences), gather_rows(entropy_BT[:, 1:].contiguous(), sequences))
+
+
+def packed(tokens_BT: Tensor, eos: int | None, seed: int) -> Tensor:
+    """Return a text in which every second sequence is a window of packed documents.
+
+    Models are trained and used on windows that begin in the middle of a document, and continue behind its end
+    with another one; a text that a model writes begins with a document, and is rarely long enough to end it.
+    A model may attend very differently there: without such windows, folds of a small model lost ten times as
+    much behind the end of a document as before it (docs/notes/calibration.md).
+
+    Args:
+        tokens_BT: sequences that begin with a document, int64.
+        eos: the token at the end of a document; None where documents have no mark.
+        seed: of the places where documents are cut.
+    """
+    sequences, length = tokens_BT.shape
+    if sequences < 2 or length < 2:
+        return tokens_BT
+    generator = torch.Generator().manual_seed(seed ^ _CUTS)
+    cut = torch.randint(1, length, (sequences,), generator=generator).tolist()
+    packed_BT = tokens_BT.clone()
+    for row in range(1, sequences, 2):
+        following_T = tokens_BT[row + 2 if row + 2 < sequences else 1]
+        is_marked = eos is not None and eos != int(following_T[0])
+        mark = following_T.new_tensor([eos] if is_marked else [])
+        packed_BT[row] = torch.cat([tokens_BT[row, cut[row] :], mark, following_T])[:length]
+    return packed_BT
 
 
 def _continue(model: Any, chance_BT: Tensor, bos: int | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -183,6 +183,11 @@ class Statistics:
             "seed": self.seed,
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all numbers."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in vars(layer).values())
+
     def save(self, file: Path, run: str = "") -> None:
         """Write a safetensors file, which must not exist; it appears only once it is complete.
 

@@ -6,6 +6,7 @@ The text is the source's own or another.
 import hashlib
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ...core.errors import InvalidInput
 from ...core.files import check_makeable
 from ...core.memory import enough_memory, free_bytes
 from ...core.processes import from_every, together
+from ...core.version import __version__
 from ...core.work import fingerprint
 from ...models.causal_lm import device, load_model, with_base
 from ...models.dequantised import from_tensors
@@ -40,11 +42,13 @@ from .calibration_text import alternating, count_read, name_of, read_text
 from .capacity import Need, divided_batch
 from .moments import Layout
 from .reach import default_length, reach_of, readings
-from .self_text import write_text
+from .self_text import packed, write_text
 from .statistics import RUN_DIGITS, SOURCE_DIGITS, Statistics, read_run
+from .written_batches import WrittenBatches
 
 # Read at once. On a CPU more saves no time and takes memory in proportion; an accelerator wants more.
 CPU_TOKENS, SEQUENCES = 512, 8
+_FILE = "statistics.safetensors"
 _SAMPLED = 1024  # elements of each tensor that identify a source
 
 
@@ -72,6 +76,7 @@ def study(
     save: Path | None = None,
     layerwise: bool | None = None,
     work: Path | None = None,
+    kept: Path | None = None,
 ) -> Statistics | None:
     """Return the statistics of a source, or None where weights alone are used.
 
@@ -86,6 +91,8 @@ def study(
         save: a file that keeps the statistics for other folds of this source.
         layerwise: whether one layer at a time is in memory; None: when the model does not fit whole.
         work: the directory for activations between layers, unless TMPDIR is set; by default the current one.
+        kept: a directory of kvfold's where text and statistics are kept, unless `save` is given, and where
+            those of an interrupted run are found.
 
     Raises:
         InvalidInput: there is no such file, it is of another model, a statistic is not finite, memory is
@@ -118,19 +125,30 @@ def study(
             *(["at most"] if chosen and own else []),
         ]
         identity = _identity(source.checkpoint)
-        run = "" if save is None else fingerprint(source.checkpoint.config, asked, identity)
+        writer = fingerprint(__version__, source.checkpoint.config, identity, device().type)
+        run = fingerprint(writer, asked)
         if save is not None and save.exists():
             return _reused(save, run, work)
+        place = None if kept is None or save is not None else kept / _FILE
+        if place is not None and place.exists() and read_run(place) == run[:RUN_DIGITS]:
+            notice("the statistics of the interrupted run are used as they are")
+            return _loaded(place, work)
         model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
     own_BT, end = None, None
     if own:
-        how = {"sequences": sequences - count, "length": length, "seed": seed}
+        how: dict[str, Any] = {"sequences": sequences - count, "length": length, "seed": seed}
+        how["kept"] = WrittenBatches(kept, writer) if kept else None
         own_BT, end = _own_text(source, model, need, chosen, **how)
     tokens_BT = alternating(own_BT, read_BT)
     taken = _collect(source, model, tokens_BT, divisor, work, calibration=name_of(calibration), seed=seed)
     statistics = replace(taken, reach=end, source=identity)
     if save is not None and is_first():
         _keep(statistics, save, run)
+    if place is not None and is_first():
+        place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)
+        if statistics.nbytes < shutil.disk_usage(place.parent).free // 2:
+            statistics.save(place, run)
     return statistics
 
 
@@ -233,6 +251,11 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
     if read_run(file) != run[:RUN_DIGITS]:
         raise InvalidInput(f"--save-statistics {file} exists and nothing is overwritten; name another file")
     notice(f"{file} holds the statistics of this very command, and is used as it is")
+    return _loaded(file, work)
+
+
+def _loaded(file: Path, work: Path | None) -> Statistics:
+    """Return saved statistics that do not need their file any more."""
     statistics = Statistics.load(file)
     if file.stat().st_size < free_bytes():
         return replace(statistics, layers=tuple(layer.copied() for layer in statistics.layers))
@@ -240,31 +263,44 @@ def _reused(file: Path, run: str, work: Path | None) -> Statistics:
 
 
 def _own_text(
-    source: Source, model: Any, need: Need, chosen: bool, *, sequences: int, length: int, seed: int
+    source: Source,
+    model: Any,
+    need: Need,
+    chosen: bool,
+    *,
+    sequences: int,
+    length: int,
+    seed: int,
+    kept: WrittenBatches | None,
 ) -> tuple[Tensor, int | None]:
     """Return text that the source writes, up to where its predictions break down, and where that is.
 
     The text is cut only where its length was `chosen` by kvfold.
     """
-    bos = source.config.get("bos_token_id")
+    bos, eos = (source.config.get(f"{end}_token_id") for end in ("bos", "eos"))
     with _running(model, need, sequences, length, source.positions) as (whole, batch):
-        text = write_text(whole, sequences=sequences, length=length, bos=bos, seed=seed, batch_size=batch)
+        how: dict[str, Any] = {"sequences": sequences, "length": length, "bos": bos, "seed": seed}
+        text = write_text(whole, **how, batch_size=batch, kept=kept)
         broken = reach_of(text.tokens_BT, text.entropy_BT, whole, source.positions)
-    if broken is None:
-        return text.tokens_BT, None
-    end, sign = broken
-    found = f"the source's own text breaks down from position {end} on, where {sign}"
-    if end >= length:
-        notice(
-            f"the source predicts its own text much worse after {end} tokens; greater distances are left "
-            "out, unless --context asks for them"
-        )
-    elif not chosen:
-        notice(f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less")
-    else:
-        notice(f"{found}; calibration sequences have {end} tokens, not {length} (--length overrides this)")
-        return text.tokens_BT[:, :end].contiguous(), end
-    return text.tokens_BT, end
+    end, used = None, length
+    if broken is not None:
+        end, sign = broken
+        found = f"the source's own text breaks down from position {end} on, where {sign}"
+        if end >= length:
+            notice(
+                f"the source predicts its own text much worse after {end} tokens; greater distances are left "
+                "out, unless --context asks for them"
+            )
+        elif not chosen:
+            notice(
+                f"{found}; it was probably trained on {end} tokens: leave out --length {length}, or use less"
+            )
+        else:
+            notice(
+                f"{found}; calibration sequences have {end} tokens, not {length} (--length overrides this)"
+            )
+            used = end
+    return packed(text.tokens_BT[:, :used].contiguous(), eos[0] if isinstance(eos, list) else eos, seed), end
 
 
 @contextmanager
@@ -272,8 +308,11 @@ def _running(
     model: Any, need: Need, sequences: int, length: int, positions: int
 ) -> Iterator[tuple[Any, int]]:
     """Yield a source that runs whole, and how many sequences it writes at once: as many as fit next to it."""
+    from ...models.fused_attention import fused
+
     if not isinstance(model, LayeredModel):
-        yield model, need.fitting_sequences(need.weights, sequences, loaded=True)
+        with fused(model):
+            yield model, need.fitting_sequences(need.weights, sequences, loaded=True)
         return
     batch = need.fitting_sequences(need.layer + need.rest, sequences)
     kept = need.fitting_layers(batch)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def prepare(
     *,
     dry_run: bool = False,
     source: Source | None = None,
-    check: Callable[[FoldRequest, Path, int], None] | None = None,
+    begun: Callable[[FoldRequest, Path, int], AbstractContextManager[Path]] | None = None,
 ) -> Plan:
     """Return the plan of a request, for which statistics are taken where the fold reads them.
 
@@ -49,8 +50,8 @@ def prepare(
         dry_run: whether nothing will be written; then weights alone decide, unless the request names a
             calibration.
         source: what the request names, where it is open already.
-        check: called before statistics are taken, with the request as it will be recorded, the output, and
-            the bytes of its weights.
+        begun: entered while statistics are taken, with the request as it will be recorded, the output, and
+            the bytes of its weights; it gives a directory that keeps them for a run that is interrupted.
 
     Raises:
         InvalidInput: the source cannot be folded like this, the output exists, or the calibration is
@@ -72,25 +73,27 @@ def prepare(
             recorded = {"calibration": str(file.resolve()) if file.exists() else calibration}
             refine = None if calibration == "none" else plan.refine
             asked = asked.model_copy(update={**recorded, "refine": refine})
-        if check is not None:
-            check(asked, output_of(request, plan), sum(spec.nbytes for spec in plan.specs.values()))
-    if calibration is not None:
-        statistics = study(
-            plan.source,
-            calibration,
-            sequences=request.taken.sequences,
-            length=request.length,
-            seed=request.seed,
-            save=request.save_statistics,
-            layerwise=request.layerwise,
-            work=None if request.out is None else request.out.parent,
-        )
-        with together():
-            check_unchanged(plan.source.checkpoint)
-        if statistics is not None:
-            with decomposing("the statistics"):
-                plan = settle(make_draft(source or directory, request, statistics))
-        plan = replace(plan, request=asked)
+        size = sum(spec.nbytes for spec in plan.specs.values())
+        claim = begun(asked, output_of(request, plan), size) if begun else nullcontext()
+    with claim as kept:
+        if calibration is not None:
+            statistics = study(
+                plan.source,
+                calibration,
+                sequences=request.taken.sequences,
+                length=request.length,
+                seed=request.seed,
+                save=request.save_statistics,
+                layerwise=request.layerwise,
+                work=None if request.out is None else request.out.parent,
+                kept=kept,
+            )
+            with together():
+                check_unchanged(plan.source.checkpoint)
+            if statistics is not None:
+                with decomposing("the statistics"):
+                    plan = settle(make_draft(source or directory, request, statistics))
+            plan = replace(plan, request=asked)
     told += [
         *_statistics_notices(request, plan),
         *_narrow_text(plan),

@@ -33,7 +33,7 @@ from ...core.hub import commit_of
 from ...core.memory import enough_memory
 from ...core.processes import from_first, place, released_together, together, union
 from ...core.version import __version__
-from ...core.work import WorkDir, claimed, joined, strangers, working_directory
+from ...core.work import WRITTEN, WorkDir, claimed, joined, strangers, working_directory
 from ..decide.plan import Plan, PlannedLayer
 from ..layer.fold import fold
 from ..layer.threads import FEWER, fold_threads
@@ -48,20 +48,31 @@ Found = dict[str, Any]  # about a unit, as the journal and kvfold.json have it
 Unit = Callable[[], Found]
 
 
-def check_begun(request: FoldRequest, out: Path, size: int) -> None:
-    """Refuse an output of `size` bytes that could not be written or resumed, before statistics are taken.
+@contextmanager
+def begun(request: FoldRequest, out: Path, size: int) -> Iterator[Path]:
+    """Claim the working directory of an output of `size` bytes while statistics are taken.
+
+    Yields:
+        A directory in it for what an interrupted run need not do again.
 
     Raises:
         InvalidInput: nothing can be made there, the disk is too small, another run is at work there, or what
             is next to it has finished layers of a fold with other options, or is not kvfold's.
     """
-    if is_first():
-        check_makeable(out)
-        check_room(out, size, working_directory(out))
-        path = working_directory(out)
-        if path.exists() or path.is_symlink():
-            with claimed(path, KIND, keeps=lambda work: True) as work:
-                work.check(options_of(request))
+    path = working_directory(out)
+    with ExitStack() as held:
+        with together():
+            if is_first():
+                check_makeable(out)
+                check_room(out, size, path)
+                work = held.enter_context(claimed(path, KIND))
+                if work.request() is None:
+                    work.begin(options_of(request))
+                else:
+                    work.keeps_all = True  # a refusal leaves what is there
+                    work.check(options_of(request))
+                    work.keeps_all = False
+        yield path / WRITTEN
 
 
 @enough_memory(FEWER)

@@ -25,7 +25,7 @@ from ...core.console import listening, notice
 from ...core.errors import InvalidInput
 from ...core.memory import enough_memory, remedy_of
 from ...core.signals import interruptible
-from ...core.work import WorkDir, claimed, discard_finished, remove_own
+from ...core.work import WRITTEN, WorkDir, claimed, discard_finished, remove_own
 from ...models.causal_lm import Described, Loaded
 from ...texts.sources import check_encoding
 from ..data.order import TrainingWindows
@@ -49,8 +49,6 @@ from .export import RunContext, write_output, write_stage
 from .loop import advance, train_stage
 from .preflight import check_stages
 from .resume import check_models, complete, find_models, find_result, last_progress
-
-WRITTEN = "written"  # finished batches of the text that the teacher writes
 
 
 @dataclass(frozen=True)

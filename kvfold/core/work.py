@@ -32,6 +32,7 @@ from .system_calls import opened_directory
 
 JOURNAL, LOCK = "journal.jsonl", "lock"
 TRACKERS = "trackers"  # a directory that other programs fill
+WRITTEN = "written"  # a directory of text and statistics, which say themselves what they belong to
 _MARK = "kvfold_work"  # key of the first line; its value is the version of this format
 _FINISHED = "finished"  # the last unit: the inode of the result, which keeps it under its final name
 # Every name that kvfold gives to a file in a working directory. Other files there are the user's.
@@ -121,7 +122,7 @@ class WorkDir:
         first = found.get(JOURNAL)
         if first is None or (first.request, first.state) != (wanted, state):
             if first is not None:
-                self.clear()
+                self.clear(keep=WRITTEN)
             self.restart({})
             return
         same = [journal.units for journal in found.values() if journal.state == state]
@@ -370,6 +371,7 @@ def claimed(
         except BaseException as error:
             is_mistake = isinstance(error, InvalidInput)
             is_begun = bool(work.units) or any(name.startswith("journal") for name in work._others())
+            is_begun = is_begun or (path / WRITTEN).exists()
             if work.keeps_all or keeps(work) or (is_begun and not is_mistake):
                 raise
             left = ", ".join(place.name for place in work.discard())

@@ -3,6 +3,8 @@
 Keys wider than values get a faster fused kernel. Bounded scores get the attention that bounds them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -51,3 +53,19 @@ def keep_bounds(model: Model) -> Model:
     if is_bounded and text._attn_implementation == "sdpa" and not isinstance(loaded.config, KvfoldConfig):
         loaded.set_attn_implementation("eager")
     return model
+
+
+@contextmanager
+def fused(model: Any) -> Iterator[None]:
+    """Let a model with eager attention compute it with `sdpa` for the duration, where its class has that."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # the class has eager attention only, such as one with sinks
+        yield
+        return
+    try:
+        keep_bounds(model)
+        yield
+    finally:
+        model.set_attn_implementation(before)

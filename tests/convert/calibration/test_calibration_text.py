@@ -10,6 +10,7 @@ from click.testing import Result
 from torch import Tensor
 
 from kvfold.convert.calibration.calibration_text import alternating
+from kvfold.convert.calibration.self_text import packed
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
@@ -89,3 +90,24 @@ def test_the_command_takes_it(text: Path, tmp_path: Path) -> None:
     record = json.loads(result.stdout)
     assert record["calibration"]["text"] == "self+text:words.txt"
     assert f"--calibration self+{text}" in record["command"]
+
+
+@pytest.mark.parametrize("eos", [9, None])
+def test_every_second_sequence_begins_anywhere_and_goes_on_with_another(eos: int | None) -> None:
+    text_BT = torch.arange(1, 41).view(5, 8) * 10
+    made_BT = packed(text_BT, eos, seed=0)
+    assert torch.equal(made_BT[0::2], text_BT[0::2])
+    for row, following in ((1, 3), (3, 1)):
+        cut = text_BT[row].tolist().index(int(made_BT[row, 0]))
+        mark = [] if eos is None else [eos]
+        whole = [*text_BT[row, cut:].tolist(), *mark, *text_BT[following].tolist()]
+        assert cut > 0
+        assert made_BT[row].tolist() == whole[:8]
+    assert torch.equal(packed(text_BT, eos, seed=0), made_BT)
+    assert not torch.equal(packed(text_BT, eos, seed=1), made_BT)
+
+
+def test_a_document_that_begins_with_the_mark_gets_no_second_one() -> None:
+    text_BT = torch.tensor([[9, 1, 2], [9, 3, 4]])
+    assert (packed(text_BT, 9, seed=0) == 9).sum(1).tolist() == [1, 1]
+    assert torch.equal(packed(text_BT[:1], 9, seed=0), text_BT[:1])

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -187,3 +188,36 @@ def test_only_what_is_needed_of_a_half_written_output_is_kept(tmp_path: Path) ->
     shutil.copytree(tmp_path / "kept", partial, dirs_exist_ok=True)
     assert convert(source, *MLA).exit_code == 0
     assert not {"LICENSE.old", "other_kvfold.py"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("kvfold.convert.calibration.study._collect", "1 of 1 batches were written before"),
+        ("kvfold.convert.settle.preparation.settle", "the statistics of the interrupted run are used"),
+        ("kvfold.convert.write.rewrite.fold", "the statistics of the interrupted run are used"),
+    ],
+)
+def test_text_and_statistics_survive_an_interruption(tmp_path: Path, place: str, told: str) -> None:
+    """They can take longer than the fold. A rerun takes them up, and ends in the same bytes."""
+    source, out, whole = make(tmp_path / "source"), tmp_path / "out", tmp_path / "whole"
+    words = ["--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4", "--refine", "0"]
+    assert convert(source, *words, out=whole).exit_code == 0
+    calls = []
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        if place.endswith("settle") and len(calls) == 1:  # the draft by weights alone
+            return settle(*given, **more)
+        raise KeyboardInterrupt
+
+    settle = preparation.settle
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(place, interrupted)
+        assert convert(source, *words, out=out).exit_code == 130
+    assert (tmp_path / "out.partial").is_dir()
+    again = convert(source, *words, out=out)
+    assert again.exit_code == 0
+    assert told in again.output
+    assert same_bytes(out, whole) == []
+    assert not (tmp_path / "out.partial").exists()
