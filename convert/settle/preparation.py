@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
 from ...checkpoints.identity import check_unchanged
-from ...core.console import notice
+from ...core.console import announce, notice
 from ...core.disk import check_outside
 from ...core.errors import InvalidInput
 from ...core.hub import resolve
@@ -24,6 +25,7 @@ from ..calibration.reach import default_length
 from ..calibration.study import study
 from ..calibration.text_length import context_notice
 from ..decide.draft import make_draft
+from ..decide.fold_cost import cost_of
 from ..decide.plan import Plan
 from ..families.config_fields import known_ids
 from ..families.source import Source
@@ -76,6 +78,8 @@ def prepare(
         size = sum(spec.nbytes for spec in plan.specs.values())
         claim = begun(asked, output_of(request, plan), size) if begun else nullcontext()
     with claim as kept:
+        if begun:
+            announce(partial(_opening, replace(plan, request=asked), calibration))
         if calibration is not None:
             statistics = study(
                 plan.source,
@@ -101,6 +105,30 @@ def prepare(
         *_source_notices(plan),
     ]
     return replace(plan, notices=(*plan.notices, *told))
+
+
+def _opening(plan: Plan, calibration: str | None) -> str:
+    """Return a line that says what a fold will be, on which text, for which engines and at what cost.
+
+    The plan is by weights alone, with the request as it will be recorded.
+    """
+    target = plan.target.to_dict()
+    sizes = ", ".join(f"{name} {value}" for name, value in target.items() if name != "name")
+    if calibration not in (None, "none") and "slots" in target and plan.request.rope_dim is None:
+        cached = target["kv_lora_rank"] + target["qk_rope_head_dim"]
+        how = "measured" if plan.effort.widths else "predicted"
+        sizes = f"{cached} cached numbers per token and layer, divided as is {how} to lose least"
+    text = "weights alone"
+    if calibration is not None and names_statistics(calibration):
+        text = f"the statistics {calibration}"
+    elif calibration not in (None, "none"):
+        own = "text of its own" if calibration == "self" else calibration
+        length = plan.request.length or default_length(plan.source, calibration)
+        text = f"{plan.request.taken.sequences} sequences of {length} tokens of {own}"
+    return (
+        f"{target['name'].upper()}: {sizes}; container {plan.container.kind}, for "
+        f"{', '.join(plan.engines) or 'transformers'}; by {text}; {cost_of(plan)}"
+    )
 
 
 def _code_notices(request: FoldRequest, source: Source) -> list[str]:

@@ -475,3 +475,9 @@ def notice(text: str) -> None:
         click.echo(f"Note: {text}", err=True)
     else:
         LOG.warning(text)
+
+
+def announce(describe: Callable[[], str]) -> None:
+    """Show on stderr what a command is about to do; a library prints nothing, and describes nothing."""
+    if is_first() and is_shown():
+        click.echo(bounded(printable(describe())), err=True)
