@@ -1,6 +1,7 @@
 """`FoldRequest`: one description that the command, the Python API, a file and kvfold.json share."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,28 @@ def test_a_record_without_a_request_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "kvfold.json").write_text(json.dumps(record))
     assert read_record(tmp_path) == record
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--to", "gqa", "--kv-heads", "2", "--calibration", "none"), ("GQA: num_key_value_heads 2; ", "weights alone")),
+        (
+            ("--to", "mla", "--kv-budget", "50%", "--effort", "quick", "--length", "12"),
+            ("divided as is predicted to lose least; ", "by 8 sequences of 12 tokens of text of its own; "),
+        ),
+        (
+            ("--to", "mla", "--rank", "9", "--rope-dim", "4", "--refine", "0", "--length", "12", "--sequences", "2"),
+            ("MLA: kv_lora_rank 9, qk_rope_head_dim 4, ", "by 2 sequences of 12 tokens"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_what_will_be_done(
+    tmp_path: Path, words: tuple[str, ...], parts: tuple[str, str]
+) -> None:
+    source = make(tmp_path / "source")
+    result = CliRunner().invoke(main, [str(source), *words, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    first = result.stderr.splitlines()[0]
+    assert all(part in first for part in parts), first
+    assert re.search(r"; about \d+ s \(.*\) and \d+ MB of memory$", first)

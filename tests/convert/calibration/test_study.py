@@ -79,7 +79,8 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
         assert lost is not None
         measured.append(lost.mean)
     ranks = torch.tensor([predicted, measured]).argsort(1).argsort(1).double()
-    assert torch.corrcoef(ranks)[0, 1] >= 0.9, (predicted, measured)  # Spearman's
+    # Spearman's: 0.9 where two neighbours change places.
+    assert torch.corrcoef(ranks)[0, 1] > 0.899, (predicted, measured)
     assert 0.4 < predicted[0] / measured[0] < 2.5
 
 
