@@ -89,8 +89,13 @@ def default_stage(weights: int, tokens: int, window: int) -> dict[str, Any]:
         "tokens": tokens,
         "losses": {"kl": 1.0},
         "micro_batch": max(1, 4096 // window),
-        "lr": next(rate for most, rate in RATES if weights <= most),
+        "lr": default_rate(weights),
     }
+
+
+def default_rate(weights: int) -> float:
+    """Return the peak learning rate for a model of so many weights."""
+    return next(rate for most, rate in RATES if weights <= most)
 
 
 def weights_of(checkpoint: "Checkpoint") -> int:

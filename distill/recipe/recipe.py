@@ -81,7 +81,7 @@ class Stage(Settings):
     jsd_beta: float = Field(default=0.5, ge=0, le=1)
     """Position of `jsd` between forward KL (0) and reverse KL (1)."""
     lr: float = Field(gt=0, le=100)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. Default: by the size of the student, as for `kvfold distill FOLD`."""
     batch_tokens: Tokens | None = None
     """Tokens per optimizer step over all processes, rounded down to whole windows. null: as many as leave the
     stage at least 100 steps, up to 65536; windows are then a power of two."""

@@ -9,7 +9,7 @@ from ...core.errors import InvalidInput
 from ...core.settings import Settings, description_of, names_of, texts_of
 from ...core.untrusted import is_text, parse_yaml, read_yaml, shorten
 from .data_section import Data, TextSource
-from .default_recipe import default_recipe
+from .default_recipe import default_rate, default_recipe, weights_of
 from .recipe import Evaluate, Lora, Recipe, Save, Stage
 
 # Names that other trainers give to the keys.
@@ -50,6 +50,7 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     content = read_content(file)
     for override in overrides:
         _override(content, override)
+    _fill_rates(content)
     return Recipe.read(content, _OTHER_NAMES, file.name, SECTIONS)
 
 
@@ -104,7 +105,27 @@ def as_recipe(
     for key, text in texts_of(content):
         if not is_text(text):  # from Python; no file of YAML has such
             raise InvalidInput(f"{name}: {key} is {shorten(text)}, which is not a text in UTF-8; give one")
+    _fill_rates(content)
     return Recipe.read(content, _OTHER_NAMES, name, SECTIONS)
+
+
+def _fill_rates(content: dict[str, Any]) -> None:
+    """Give stages without a learning rate the one of `kvfold distill FOLD`, if the student can be read."""
+    student, stages = content.get("student"), content.get("stages")
+    open_stages = [
+        stage
+        for stage in (stages if isinstance(stages, list) else [])
+        if isinstance(stage, dict) and not stage.keys() & {"lr", "learning_rate"}
+    ]
+    if not open_stages or not isinstance(student, str):
+        return
+    from ...checkpoints.directory import Checkpoint
+
+    place = Path(student).expanduser()
+    if (place / "config.json").is_file():
+        rate = default_rate(weights_of(Checkpoint(place, packed=True)))
+        for stage in open_stages:
+            stage["lr"] = rate
 
 
 def plain_values(value: Any) -> Any:

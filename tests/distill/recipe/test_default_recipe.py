@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import kvfold
 from kvfold.checkpoints.record import read_record, write_record
@@ -94,6 +95,17 @@ def test_larger_models_take_smaller_steps() -> None:
     rates = [default_stage(weights, 1000, 32)["lr"] for weights in (10**8, 2 * 10**9, 10**11)]
     assert rates == [rate for _, rate in RATES]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_stage_without_a_rate_takes_that_of_a_fold_without_a_recipe(folded: Path, tmp_path: Path) -> None:
+    content = default_recipe(folded)
+    content["stages"].append({**content["stages"][0], "name": "second", "lr": 3e-6})
+    del content["stages"][0]["lr"]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(content))
+    for recipe in (read_recipe(file), as_recipe(content)):
+        assert [stage.lr for stage in recipe.stages] == [1e-4, 3e-6]
+    assert "lr" not in content["stages"][0]
 
 
 def test_settings_replace_keys_of_any_recipe(folded: Path) -> None:
