@@ -151,8 +151,8 @@ def test_links_lead_somewhere() -> None:
             assert made or (ROOT / page).parent.joinpath(link).exists(), f"{page}: {link}"
 
 
-def test_readme_fits_on_a_few_screens() -> None:
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150
+def test_readme_fits_on_a_screen_and_a_half() -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 120
 
 
 def test_every_page_is_in_the_navigation() -> None:
