@@ -19,7 +19,7 @@ from ..algebra.target import GroupedTarget, LatentTarget
 from ..calibration.capacity import Need, fold_bytes
 from ..calibration.reach import PAIRS, default_length, joined_lengths
 from ..calibration.study import batch_size
-from ..efforts import EFFORTS, MEASURED
+from ..efforts import EFFORTS, MEASURED, RATED
 from ..methods.allocation import rotary_widths
 from ..methods.latent_norm import LEAST_PARTS
 from ..methods.refinement import HELD_BACK, RIDGES, SHARES, trial_steps
@@ -174,9 +174,10 @@ class _Counts:
         """Return the work of the phases in which layers are folded."""
         plan = self.plan
         closed = self._closed()
-        work = {"closed form": self.layers * closed}
+        folded = self.layers + (RATED if plan.refine and self.layers > MEASURED else 0)
+        work = {"closed form": folded * closed}
         if self.fits_norm:
-            work["closed form"] += self.layers * self._norm()
+            work["closed form"] += folded * self._norm()
         if self.calibration == "none":
             return work
         work["closed form"] += self._division(closed) + Work(calls=_OPTIMISED)
@@ -296,7 +297,9 @@ class _Counts:
     def _refinement(self) -> Work:
         """Count one layer's refinement; a pass backwards counts as two."""
         plan, inside = self.plan, self.heads * self.width
-        steps = plan.refine + 3 * trial_steps(plan.refine)  # three rates are tried in most layers
+        steps: float = plan.refine + 3 * trial_steps(plan.refine)  # three rates are tried in most layers
+        if self.layers > MEASURED:  # on a few, which then descend as long as a trial
+            steps = plan.refine + 4 * trial_steps(plan.refine) * RATED / self.layers
         shares = (4 * len(SHARES) if plan.refine else 0) + (len(RIDGES) + HELD_BACK if plan.solves else 0)
         passes: float = 3 * steps * min(plan.effort.batch, self.sequences) * self.length
         passes += (1 + shares) / HELD_BACK * self.tokens

@@ -190,6 +190,7 @@ class Plan(Folding):
             self.target.to_dict(),
             self.method,
             self.refine,
+            self.quarters,
             asdict(self.effort),
             [asdict(band) for band in self.bands],
             self.config,

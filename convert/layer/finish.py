@@ -184,12 +184,13 @@ def _refined(its: Finishing, layer: Layer) -> tuple[Layer, Loss | None]:
     found = _fitted(its, start, its.sample)
     if folded is None:
         folded = found.folded
+    rate = {"quarters": found.quarters} if its.folding.refine else {}
     if found.refined > folded:
-        return layer, {"folded": folded, "refined": folded}
+        return layer, {"folded": folded, "refined": folded, **rate}
     # Large rates of refinement take back part of what the length before it had saved
     # (docs/notes/latent-norm.md).
     refined, _ = _with_rounded_length(its, found.layer, its.sample, FEW_STEPS, RISE)
-    return refined, {"folded": folded, "refined": found.refined}
+    return refined, {"folded": folded, "refined": found.refined, **rate}
 
 
 def _with_rounded_length(
@@ -253,6 +254,7 @@ def _fitted(
         momentum=folding.effort.momentum,
         passes=folding.effort.passes,
         solve=is_refined and folding.solves,
+        quarters=folding.quarters,
         cache=caches,
     )
 

@@ -104,11 +104,13 @@ class Refined(Generic[Layer]):
         layer: the weights, float64, on the CPU.
         folded: loss of the closed form.
         refined: loss of `layer`, never more.
+        quarters: times that the largest rate was divided by four.
     """
 
     layer: Layer
     folded: float
     refined: float
+    quarters: int = 0
 
 
 def agrees(source: Attention, frequencies_F: Tensor, sample: LayerSample) -> bool:
@@ -137,6 +139,7 @@ def refine(
     passes: bool = False,
     solve: bool = True,
     seed: int = 0,
+    quarters: int | None = None,
     cache: Caches | None = None,
 ) -> Refined[Layer]:
     """Fit a folded layer's weights to its source's outputs.
@@ -159,6 +162,7 @@ def refine(
         passes: whether all sequences are taken once before any is taken again.
         solve: whether the output projection is solved for.
         seed: of the order in which sequences are taken.
+        quarters: times that the largest rate is divided by four; None: as is best in a fifth of the steps.
         cache: what the output's cache does to numbers, with a gradient; both losses then include it. None:
             nothing.
     """
@@ -171,14 +175,16 @@ def refine(
     if steps:
         taken = order(loss.used, steps, batch, passes=passes, seed=seed)
         most = RATE * loss.relative(before)
-        rate = _rate(start, before, loss, taken[: trial_steps(steps)], most, momentum, fixed)
-        fitted = _descend(start, loss, taken, rate, momentum, fixed)
+        if quarters is None:
+            quarters = _quarters(start, before, loss, taken[: trial_steps(steps)], most, momentum, fixed)
+        fitted = _descend(start, loss, taken, most * 0.25**quarters, momentum, fixed)
         best, after = loss.least(best, *_on_the_way(start, fitted))
     if solve:
         best, after = loss.least(best, *_solved(best, loss))
     if not after < before:
-        return Refined(layer=folded, folded=before, refined=before)
-    return Refined(layer=best.to(torch.float64, "cpu"), folded=before, refined=after)
+        return Refined(layer=folded, folded=before, refined=before, quarters=quarters or 0)
+    layer = best.to(torch.float64, "cpu")
+    return Refined(layer=layer, folded=before, refined=after, quarters=quarters or 0)
 
 
 def measure(
@@ -281,7 +287,7 @@ def trial_steps(steps: int) -> int:
     return min(steps, max(LEAST_TRIAL, steps // 5))
 
 
-def _rate(
+def _quarters(
     start: Layer,
     before: float,
     loss: _Loss,
@@ -289,8 +295,8 @@ def _rate(
     most: float,
     momentum: float,
     fixed: Set[str],
-) -> float:
-    """Return the rate, `most` or a quarter, sixteenth, ... of it, whose first steps lose least.
+) -> int:
+    """Return how often `most` is divided by four for the rate whose first steps lose least.
 
     Loss is that on held-back inputs; `before` is what the start loses.
     An orthogonalised step moves every direction of a matrix alike, also those in which the gradient is noise.
@@ -300,22 +306,22 @@ def _rate(
     gains.
     """
 
-    def tried(rate: float) -> float:
-        end = _descend(start, loss, taken, rate, momentum, fixed)
+    def tried(quarters: int) -> float:
+        end = _descend(start, loss, taken, most * 0.25**quarters, momentum, fixed)
         lost = loss.measure(end)
         # Where every rate leads too far for so small a sample, they differ by what is gained on the way.
         return lost if lost < before else loss.least(*_on_the_way(start, end))[1]
 
-    first = rate = most * 0.25 ** max(0, round(math.log2(len(start.o_DNH) / SMALL_HIDDEN)))
-    lost = tried(rate)
+    first = best = max(0, round(math.log2(len(start.o_DNH) / SMALL_HIDDEN)))
+    lost = tried(best)
     for _ in range(QUARTERS):
-        smaller = tried(rate / 4)
+        smaller = tried(best + 1)
         if lost <= smaller:  # false where the larger rate diverges to NaN
             break
-        rate, lost = rate / 4, smaller
-    while rate >= first and rate * 4 <= most and (larger := tried(rate * 4)) < lost:
-        rate, lost = rate * 4, larger
-    return rate
+        best, lost = best + 1, smaller
+    while 0 < best <= first and (larger := tried(best - 1)) < lost:
+        best, lost = best - 1, larger
+    return best
 
 
 @torch.enable_grad()

@@ -12,6 +12,7 @@ from ..families.source import Source
 from ..request import FoldRequest
 from .in_order import in_order
 from .losses import slots_loss
+from .rates import settle_rate
 from .widths import settle_width
 
 WORSE = 1.5  # tables that are predicted to lose more than this times the least are not measured
@@ -29,7 +30,7 @@ def settle(draft: Draft) -> Plan:
     elif plan.effort.widths and draft.thetas:
         plan = settle_table(draft)
     with together():
-        return in_order(plan)
+        return in_order(settle_rate(plan))
 
 
 def make_plan(place: Path | Source, request: FoldRequest, statistics: Statistics | None = None) -> Plan:
