@@ -27,6 +27,7 @@ from .machine import RESULTS, save
 
 TARGETS = {
     "gqa 50%": ["--to", "gqa", "--kv-budget", "50%"],
+    "mla 50%": ["--to", "mla", "--kv-budget", "50%"],
     "mla 25%": ["--to", "mla", "--kv-budget", "25%"],
     "mla 12.5%": ["--to", "mla", "--kv-budget", "12.5%"],
 }
