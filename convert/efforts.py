@@ -9,7 +9,7 @@ from typing import Literal
 EffortName = Literal["quick", "default", "best"]
 
 MEASURED = 8  # layers at most that are folded to measure a choice; the loss of all is estimated from them
-RATED = 4  # layers on which a rate of refinement is tried, where a source has more than `MEASURED`
+RATED = 5  # layers on which a rate of refinement is tried, where a source has more than `MEASURED`
 
 
 @dataclass(frozen=True, kw_only=True)

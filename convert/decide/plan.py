@@ -190,7 +190,7 @@ class Plan(Folding):
             self.target.to_dict(),
             self.method,
             self.refine,
-            self.quarters,
+            sorted(self.quarters.items()),
             asdict(self.effort),
             [asdict(band) for band in self.bands],
             self.config,

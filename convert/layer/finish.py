@@ -254,7 +254,7 @@ def _fitted(
         momentum=folding.effort.momentum,
         passes=folding.effort.passes,
         solve=is_refined and folding.solves,
-        quarters=folding.quarters,
+        quarters=folding.quarters.get(its.number),
         cache=caches,
     )
 

@@ -36,8 +36,8 @@ class Folding:
             them; `linear`, its scale makes them linear in the stock class. None in other formats, and in
             kvfold's own code where its epsilon makes them linear.
         formats: number formats of the cache in which the losses of layers are measured too.
-        quarters: times that the largest rate of refinement is divided by four (settle/rates.py); None: each
-            layer tries rates.
+        quarters: times that the largest rate of refinement is divided by four, by layer (settle/rates.py);
+            other layers try rates.
         inputs: second moments (E, E) of the inputs that layers have behind others that were changed, by
             layer, for rules that read these (settle/in_order.py); empty: the source's are taken.
     """
@@ -53,7 +53,7 @@ class Folding:
     request: FoldRequest
     latent_norm: LatentNorm | None = None
     formats: tuple[str, ...] = ()
-    quarters: int | None = None
+    quarters: Mapping[int, int] = field(default_factory=dict)
     inputs: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
