@@ -10,7 +10,7 @@ from ...checkpoints.directory import check_side_files
 from ...core.errors import InvalidInput
 from ...models.decoder import Decoder
 from ...models.teacher_cache import check_place
-from ..losses import LOSSES
+from ..losses.layers import comparable
 from ..recipe.recipe import Recipe, Stage
 from ..stages.align import adds, check_inside
 from ..stages.cached_teacher import OPTION
@@ -77,11 +77,9 @@ def _check_stage(stage: Stage, student: Any, teacher: Any) -> None:
         adds(ours, Decoder(teacher))
         check_inside(stage, trained, ours)
         return
-    compared = [LOSSES[name] for name in stage.learnt if LOSSES[name].reads != "logits"]
-    if compared:
+    if stage.of_layers:
         check_layers(len(Decoder(student)), len(Decoder(teacher)))
-    sizes = [model.config.get_text_config().hidden_size for model in (student, teacher)]
-    one, other = (torch.zeros(1, size) for size in sizes)
-    for loss in compared:
-        if loss.reads == "hidden":
-            loss(one, other)
+    for name in stage.of_layers:
+        if name.startswith("hidden"):
+            sizes = (model.config.get_text_config().hidden_size for model in (student, teacher))
+            comparable(name, *(torch.zeros(1, size) for size in sizes))

@@ -20,7 +20,7 @@ from ...convert.formats.blocks import folded_block
 from ...core.errors import InvalidInput
 from ...models.decoder import Decoder, LayerCall
 from ..data.batch import Batch
-from ..losses import attention_output
+from ..losses.layers import attention_output
 from ..recipe.recipe import Stage
 from . import state
 from .capture import Captured

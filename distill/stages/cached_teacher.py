@@ -21,7 +21,6 @@ from ...models import teacher_cache
 from ...models.teacher_cache import TeacherCache, parts, window_keys
 from ..data.batch import Batch, Batches
 from ..display import progress_bar
-from ..losses import LOSSES
 from ..losses.predictions import Predictions
 from ..recipe.recipe import Recipe, Stage
 from .capture import Captured
@@ -67,7 +66,7 @@ def cache_for(stage: Stage, recipe: Recipe) -> Path | None:
 
     None where the recipe names none, or the stage compares layers.
     """
-    if recipe.teacher_cache is None or any(LOSSES[name].reads != "logits" for name in stage.learnt):
+    if recipe.teacher_cache is None or stage.of_layers:
         return None
     return Path(recipe.teacher_cache).expanduser()
 

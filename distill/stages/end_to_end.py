@@ -41,7 +41,7 @@ class EndToEnd:
             state.restore_weights(found, context.student)  # again, since the adapters exist only now
         objective = Objective(context.student, stage)
         # Hooks come and go where layers are compared, and each change would compile again.
-        compiling = context.recipe.compile and not objective.sees_layers
+        compiling = context.recipe.compile and not stage.of_layers
         if compiling or context.recipe.gradient_checkpointing:
             for layer in decoder_layers(context.student):
                 if context.recipe.gradient_checkpointing:

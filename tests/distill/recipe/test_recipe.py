@@ -10,7 +10,7 @@ import yaml
 from kvfold import recipes
 from kvfold.core.errors import InvalidInput
 from kvfold.core.units import parse_tokens
-from kvfold.distill.losses import LOSSES
+from kvfold.distill.losses.criteria import CRITERIA
 from kvfold.distill.recipe.data_section import Data, TextSource
 from kvfold.distill.recipe.recipe import (
     Lora,
@@ -205,8 +205,10 @@ def test_token_numbers() -> None:
 
 
 def test_the_tables_have_what_a_recipe_may_name() -> None:
-    for names, table in ((LossName, LOSSES), (ScheduleName, SCHEDULES), (WeightSet, TRAINABLE)):
+    for names, table in ((ScheduleName, SCHEDULES), (WeightSet, TRAINABLE)):
         assert get_args(names) == tuple(table)
+    stage = Stage(name="a", tokens=1, lr=1, losses=dict.fromkeys(get_args(LossName)[:-2], 1.0))
+    assert {*stage.learnt} - {*stage.of_layers} == {*CRITERIA}
 
 
 def test_the_mode_follows_from_the_losses() -> None:

@@ -15,7 +15,6 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
 from kvfold.distill.data.order import TrainingWindows
 from kvfold.distill.data.token_store import open_windows, write_tokens
-from kvfold.distill.losses import kl
 from kvfold.distill.recipe.recipe import Data
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
@@ -34,6 +33,7 @@ from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded
 from kvfold.models.teacher_cache import TeacherCache
 
+from ...support.dense_losses import chunked
 from ...support.distillation import another, metrics, weights
 from ...support.tokenizers import save_tokenizer
 from ..conftest import MakeRecipe
@@ -160,8 +160,8 @@ def test_kl_to_a_cache_is_exact_within_its_dtype(
     given = windows.batch([5, 0, 2])  # in another order, and other neighbours, than they were written in
     student = Online(loaded.model).predictions(given)
     labels_T = given.labels_BS.flatten()
-    exact, _ = kl(student, online.predictions(given), labels_T)
-    near, _ = kl(student, found.predictions(given), labels_T)
+    exact = chunked("kl", student, online.predictions(given), labels_T)
+    near = chunked("kl", student, found.predictions(given), labels_T)
     tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
     assert float(near) == pytest.approx(float(exact), rel=tolerance)
     size = sum(file.stat().st_size for file in (tmp_path / dtype).glob("hidden-*"))
