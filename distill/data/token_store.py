@@ -17,10 +17,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...convert.calibration.written_batches import WrittenBatches
+from ...core.console import is_first
 from ...core.errors import InvalidInput
 from ...core.units import counted
 from ...core.untrusted import read_json
-from ..display import is_main_process, progress_bar
+from ..display import progress_table
 from ..recipe.data_section import SELF, Data, TextSource
 from .chat import chat_pieces
 from .order import Stream, TrainingWindows, windows_per_source
@@ -85,7 +86,7 @@ def write_tokens(
     """
     wanted = _wanted(data, windows)
     author = partial(written_pieces, data, tokenizer, teacher, kept=kept)
-    if is_main_process():
+    if is_first():
         _write(file, data, tokenizer, wanted, author, vocabulary)
         return
     for source, tokens in zip(data.sources, wanted, strict=True):
@@ -174,7 +175,8 @@ def _fill(
     # In a stream, positions and attention continue across documents.
     kept = 0xFF if data.packing == "documents" else SCORED
     written_by_teacher = source.source == SELF  # shows its own progress
-    with nullcontext(lambda done, note: None) if written_by_teacher else progress_bar("tokens", most) as show:
+    silent = nullcontext(lambda done, values: None)
+    with silent if written_by_teacher else progress_table("tokens", most) as show:
         for piece in pieces:
             check(piece.ids, what=f"data.source {source.source}")
             ids = piece.ids[: most - written]
@@ -182,7 +184,7 @@ def _fill(
             marks.write((piece.marks[: len(ids)] & kept).tobytes())
             written += len(ids)
             documents += 1
-            show(written, "")
+            show(written, {})
             # The text that all processes write together is read to its end.
             if written == most and not written_by_teacher:
                 break

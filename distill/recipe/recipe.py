@@ -22,8 +22,8 @@ _FREE = {
 }  # fmt: skip
 
 
-# Keys of the tables in losses, weights.py, loop.py, launch.py, optimizer.py and trackers.py. They are
-# repeated here so that reading a recipe loads no torch.
+# Keys of tables elsewhere, such as those in weights.py and optimizer.py, are repeated here so that reading a
+# recipe loads no torch.
 LossName = Literal[
     "kl", "reverse_kl", "jsd", "ce", "hidden_mse", "hidden_cosine", "attention_output", "attention_relation",
 ]  # fmt: skip

@@ -11,13 +11,12 @@ from ...core.errors import InvalidInput
 from ...models.decoder import Decoder
 from ...models.teacher_cache import check_place
 from ..losses.layers import comparable
-from ..recipe.recipe import Recipe, Stage
+from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages.align import adds, check_inside
 from ..stages.cached_teacher import OPTION
 from ..stages.objective import check_layers
 from ..stages.stream import describe_student
 from ..stages.student import rounding
-from ..stages.teacher import check_whole
 from ..stages.weights import find_trained
 from .footprint import skeleton
 
@@ -43,7 +42,11 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
         models = None  # it cannot be built by layers, or at all; loading reports that before the first stage
     for stage in recipe.stages:
         try:
-            check_whole(recipe, sharded and stage.how == "end_to_end")
+            if sharded and stage.how == "end_to_end" and recipe.teacher == SHARED:
+                raise InvalidInput(
+                    "teacher: shared needs whole models in every process; write teacher: null, or use "
+                    "--profile ddp"
+                )
             if models:
                 _check_stage(stage, *models)
         except InvalidInput as mistake:

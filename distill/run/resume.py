@@ -6,7 +6,7 @@ from its output if that exists already, or from nothing.
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,19 +30,15 @@ _STAGE = re.compile(r"stages\[(\d+)\]")
 
 
 def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
-    """Return the directories of student and teacher.
+    """Return the directories of student and teacher, which are downloaded if that is needed.
 
     Raises:
-        InvalidInput: one does not exist, or the output would be inside one.
+        InvalidInput: as of `models_of`, or the output would be inside one.
     """
     with as_settings():
-        student = _resolve("student", recipe.student)
-        named = recipe.teacher not in (None, SHARED)
-        teacher = _resolve("teacher", str(recipe.teacher)) if named else source_directory(student)
-    if teacher is None:
-        raise InvalidInput(
-            f"{student} has no kvfold.json that names its source; name the teacher with --set teacher=DIR"
-        )
+        student, teacher = models_of(recipe, resolve)
+    assert student
+    assert teacher
     for directory in (student, teacher):
         if output.resolve().is_relative_to(directory.resolve()):
             raise InvalidInput(
@@ -52,19 +48,34 @@ def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
     return student, teacher
 
 
-def _resolve(role: str, name: str) -> Path:
+def models_of(recipe: Recipe, find: Callable[[str], Path | None]) -> tuple[Path | None, Path | None]:
+    """Return the directories of student and teacher, as `find` finds them; None for what it does not look up.
+
+    Raises:
+        InvalidInput: one does not exist or has no config.json, or there is no teacher.
+    """
+    student = _found("student", recipe.student, find)
+    if recipe.teacher not in (None, SHARED):
+        return student, _found("teacher", str(recipe.teacher), find)
+    if student is None:
+        return None, None
+    teacher = source_directory(student)
+    if teacher is None:
+        raise InvalidInput(
+            f"{student} has no kvfold.json that names its source; name the teacher with --set teacher=DIR"
+        )
+    return student, teacher
+
+
+def _found(role: str, name: str, find: Callable[[str], Path | None]) -> Path | None:
     try:
-        directory = resolve(name)
+        directory = find(name)
     except InvalidInput as mistake:
-        raise InvalidInput(f"{role} {mistake}") from None
-    check_config(role, directory)
-    return directory
-
-
-def check_config(role: str, directory: Path) -> None:
-    """Refuse a directory without a config.json as student or teacher."""
-    if not (directory / "config.json").is_file():
+        first = "; convert it first (kvfold convert ... --out)" if role == "student" else ""
+        raise InvalidInput(f"{role} {mistake}{first}") from None
+    if directory and not (directory / "config.json").is_file():
         raise InvalidInput(f"{role} {directory} has no config.json; name the directory that holds the model")
+    return directory
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..losses.predictions import Predictions, predict
 from ..losses.vocabulary import mix
 from ..recipe.recipe import LossName, Stage
 from .capture import Captured, capturing
-from .teacher import Teacher
+from .teacher import Online, Teacher
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Objective(nn.Module):
         """Return the teacher's values that the losses need."""
         if not self._stage.of_layers:
             return TeacherView(teacher.predictions(batch), Captured())
+        assert isinstance(teacher, Online), "a cache of last hidden states has no layers"
         return TeacherView(*teacher.captured(batch, attention=self._compares_attention))
 
     def calibrate(self, teacher: Teacher, batch: Batch) -> None:

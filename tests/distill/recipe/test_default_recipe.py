@@ -9,7 +9,7 @@ import torch
 import kvfold
 from kvfold.checkpoints.record import read_record, write_record
 from kvfold.distill.recipe.default_recipe import RATES, default_recipe, default_stage
-from kvfold.distill.recipe.recipe_file import as_recipe, read_recipe
+from kvfold.distill.recipe.recipe_file import as_recipe
 
 from ...support.distillation import command, refuses, weights
 from ...support.folds import WEIGHTS, convert
@@ -67,7 +67,7 @@ def test_explain_names_the_fold_as_the_origin(folded: Path) -> None:
 
 
 def test_the_recipe_follows_from_the_record(folded: Path) -> None:
-    recipe = read_recipe(folded)
+    recipe = as_recipe(folded)
     (stage,) = recipe.stages
     assert (stage.tokens, stage.lr, stage.cache_dtype, recipe.teacher) == (200_000, 1e-4, None, None)
     assert recipe.save.every * 4 <= recipe.steps(stage)

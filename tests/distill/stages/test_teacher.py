@@ -48,8 +48,8 @@ def loaded(student: Path) -> Loaded:
 
 
 @pytest.fixture
-def online(teacher: Path, loaded: Loaded) -> Online:
-    return load_teacher(teacher, False, CPU, loaded)
+def online(make_recipe: MakeRecipe, teacher: Path, loaded: Loaded) -> Online:
+    return load_teacher(teacher, make_recipe(), False, CPU, loaded)
 
 
 def batch(windows: int = 3) -> Batch:
@@ -80,10 +80,14 @@ def like_source(teacher: Path, student: Path, tmp_path: Path) -> Path:
 
 
 def test_shared_is_the_same_teacher_in_the_memory_of_its_attention(
-    teacher: Path, online: Online, like_source: Path, caplog: pytest.LogCaptureFixture
+    make_recipe: MakeRecipe,
+    teacher: Path,
+    online: Online,
+    like_source: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     student = load_student(like_source, 32, CPU)
-    shared = load_shared(teacher, False, CPU, student, ATTENTION)
+    shared = load_shared(teacher, make_recipe(), False, CPU, student, ATTENTION)
     own = storages(shared.model).keys() - storages(student.model).keys()
     assert own == {shared.model.get_parameter(name).untyped_storage().data_ptr() for name in ATTENTION}
     both = storages(student.model) | storages(shared.model)
@@ -96,11 +100,11 @@ def test_shared_is_the_same_teacher_in_the_memory_of_its_attention(
     assert all(weight.requires_grad for weight in student.model.parameters())
 
 
-def test_shared_keeps_what_a_stage_trains(teacher: Path, like_source: Path) -> None:
+def test_shared_keeps_what_a_stage_trains(make_recipe: MakeRecipe, teacher: Path, like_source: Path) -> None:
     """With a copy of its own the teacher stays what it was, whatever happens to the student."""
     student = load_student(like_source, 32, CPU)
     norms = {name for name, _ in student.model.named_parameters() if "norm" in name}
-    shared = load_shared(teacher, False, CPU, student, ATTENTION | norms)
+    shared = load_shared(teacher, make_recipe(), False, CPU, student, ATTENTION | norms)
     before = shared.predictions(batch()).hidden_TD
     with torch.no_grad():
         for name, weight in student.model.named_parameters():
@@ -272,10 +276,6 @@ def test_a_cache_for_something_else_is_refused(
             TeacherCache(place, OPTION, {**identity, **change})
     with pytest.raises(InvalidInput, match="lacks a window of this run"):
         CachedTeacher(cache, CPU).predictions(batch())
-    with pytest.raises(
-        InvalidInput, match="holds last hidden states only; for losses on layers leave it out"
-    ):
-        CachedTeacher(cache, CPU).captured(batch())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     (tmp_path / "list").mkdir()
