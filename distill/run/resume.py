@@ -4,29 +4,23 @@ A run that was killed at any moment resumes when the same recipe is given again:
 from its output if that exists already, or from nothing.
 """
 
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...checkpoints.directory import check_output
 from ...checkpoints.identity import fingerprint
 from ...checkpoints.record import read_record, source_directory
-from ...core.console import notice
 from ...core.errors import InvalidInput, naming
 from ...core.hub import resolve
-from ..data.token_store import holds_same
 from ..recipe.recipe import SHARED, Recipe, differences
 from ..stages import state
 from ..stages.state import Progress
 
 _RESULT = {"recipe", "models", "student", "teacher", "steps", "tokens", "stages"}  # a finished run's record
-_STAGE = re.compile(r"stages\[(\d+)\]")
+# Advice to use an option of another command becomes advice to set a key of the recipe.
+_NAMES = {"--out": "--set output=DIR", "--teacher": "--set teacher=DIR"}
 
 
 def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
@@ -35,7 +29,7 @@ def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
     Raises:
         InvalidInput: as of `models_of`, or the output would be inside one.
     """
-    with as_settings():
+    with naming(_NAMES):
         student, teacher = models_of(recipe, resolve)
     assert student
     assert teacher
@@ -78,13 +72,6 @@ def _found(role: str, name: str, find: Callable[[str], Path | None]) -> Path | N
     return directory
 
 
-@contextmanager
-def as_settings() -> Iterator[None]:
-    """Turn advice to use an option of another command into advice to set a key of the recipe."""
-    with naming({"--out": "--set output=DIR", "--teacher": "--set teacher=DIR"}):
-        yield
-
-
 def find_result(recipe: Recipe, output: Path) -> dict[str, Any] | None:
     """Return the record of a finished run of this recipe with these models; None if there is none.
 
@@ -98,7 +85,7 @@ def find_result(recipe: Recipe, output: Path) -> dict[str, Any] | None:
         is_same = record.keys() >= _RESULT and not differences(record["recipe"], recipe.resolved())
         if is_same and record["models"] == fingerprints(*find_models(recipe, output)):
             return {key: value for key, value in record.items() if key != "recipe"}
-    with as_settings():
+    with naming(_NAMES):
         check_output(output)
     return None
 
@@ -113,8 +100,7 @@ def last_progress(
 ) -> tuple[Progress, Path | None]:
     """Return where an earlier run of the recipe stopped, and the state saved there.
 
-    Without an earlier run they are the beginning and None. The earlier run may have had other stages after
-    those that it had begun, as long as its work is what this recipe asks for.
+    Without an earlier run they are the beginning and None.
 
     Raises:
         InvalidInput: the earlier run had another recipe or other models.
@@ -124,10 +110,12 @@ def last_progress(
     if found is None:
         return Progress(recipe=recipe.resolved(), models=models), None
     progress = state.read_progress(found)
-    _check_changes(progress, recipe, partial)
-    stages = recipe.stages
-    if progress.stage >= len(stages) or progress.step > recipe.steps(stages[progress.stage]):
-        raise InvalidInput(f"{found} is no training state of this recipe; remove {partial} to start over")
+    changed = differences(progress.recipe, recipe.resolved())
+    if changed:
+        raise InvalidInput(
+            f"the recipe differs from the one that {partial} was started with in {', '.join(changed)}; "
+            "change it back to resume, or name another output to start over"
+        )
     check_models(progress.models, partial, student, teacher)
     return replace(progress, recipe=recipe.resolved(), models=models), found
 
@@ -144,50 +132,6 @@ def check_models(known: Mapping[str, str], partial: Path, student: Path, teacher
                 f"the {role} {directory} is not the checkpoint that {partial} was started with; put that "
                 "one back to resume, or name another output to start over"
             )
-
-
-def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
-    """Refuse a recipe that would change what is done already; give notice of changes in later stages."""
-    changed = differences(progress.recipe, recipe.resolved())
-    if not changed:
-        return
-    _refuse(changed, progress.stage, partial)
-    try:
-        before = Recipe.model_validate(progress.recipe)
-    except ValidationError:  # from another version, with other keys
-        _refuse(changed, sys.maxsize, partial)
-        raise
-    _refuse(changed, max(_begun(one, partial) for one in (before, recipe)), partial)
-    if not holds_same(partial / "tokens.bin", recipe.data, before.windows, recipe.windows):
-        raise InvalidInput(
-            f"the recipe reads {recipe.windows} windows of text, but {partial} was started with "
-            f"{before.windows}, which would change the order of the text in the finished part; give the "
-            "stages that have not begun as many tokens as before, or name another output to start over"
-        )
-    notice(f"resuming with a recipe that differs in stages not yet begun: {', '.join(changed)}")
-
-
-def _refuse(changed: list[str], begun: int, partial: Path) -> None:
-    """Refuse all changes but those of stages behind the one with the index `begun`."""
-    done = [key for key in changed if not (found := _STAGE.match(key)) or int(found[1]) <= begun]
-    if done:
-        raise InvalidInput(
-            f"the recipe differs from the one that {partial} was started with in {', '.join(done)}; "
-            "change it back to resume, or name another output to start over"
-        )
-
-
-def _begun(recipe: Recipe, partial: Path) -> int:
-    """Return the index of the last stage that left layers or a checkpoint, which no state records; or -1."""
-    places = partial / "stages"
-    return max(
-        (
-            at
-            for at, stage in enumerate(recipe.stages)
-            if stage.how == "stream" or (places / stage.name).exists()
-        ),
-        default=-1,
-    )
 
 
 def fingerprints(student: Path, teacher: Path) -> dict[str, str]:
