@@ -5,6 +5,7 @@ Costs of attention variants at a shape or at a model's, computed and, on request
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from ..core.command_options import Option, read_options, takes
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
-from ..core.files import write_whole
+from ..core.files import whole_file
 from ..core.option_types import Place, Tokens, as_list
 from ..core.settings import Settings
 from ..core.units import show_context
@@ -87,7 +88,7 @@ class LabRequest(Settings):
     devices: Annotated[tuple[str, ...], Option("--device", repeated=True)] = ("cpu",)
     """For `measure`; may be repeated."""
     plot: Place | None = None
-    """Also draw cache, FLOPs and times to an SVG."""
+    """Also draw cache, FLOPs and times to an SVG (matplotlib)."""
 
 
 @click.command("lab", cls=Command)
@@ -105,6 +106,8 @@ def main(as_json: bool, **options: Any) -> None:
     plot, counts = asked.plot, asked.lengths
     if plot is not None and plot.exists():
         raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise InvalidInput("--plot needs matplotlib, which is not installed; pip install 'kvfold[report]'")
     shape, source = _shape(asked)
     report: dict[str, Any] = {
         "shape": asdict(shape),
@@ -263,38 +266,26 @@ def _measured(
 def _show_costs(report: dict[str, Any], counts: Sequence[int]) -> None:
     rows = report["variants"]
     matrices = list(dict.fromkeys(name for row in rows for name in row["parameters"] if name != "total"))
-    cells = [
-        [row["name"], *(_number(row["parameters"].get(name)) for name in (*matrices, "total"))]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        sizes = [row["parameters"].get(name) for name in (*matrices, "total")]
+        cells.append([row["name"], *("" if size is None else f"{size:,}" for size in sizes)])
     show_table("parameters of a layer", ("", *matrices, "total"), cells)
-    cells = [
-        [
-            row["name"],
-            row["cache_formula"],
-            _cached(row),
-            *(_bytes(row["cache_bytes"][str(n)]) for n in counts),
-        ]
-        for row in rows
-    ]
-    show_table(
-        f"KV cache, {report['dtype']}",
-        ("", "", "elements per token", *(f"{n} tokens" for n in counts)),
-        cells,
-    )
+    lengths = [f"{n} tokens" for n in counts]
+    cells = []
+    for row in rows:
+        cached = f"{row['cache_per_sequence']:,} in all"
+        if row["cache_share"] is not None:
+            cached = f"{row['cache_per_token']:,} ({row['cache_share']:.1%})"
+        sizes = [_bytes(row["cache_bytes"][str(n)]) for n in counts]
+        cells.append([row["name"], row["cache_formula"], cached, *sizes])
+    show_table(f"KV cache, {report['dtype']}", ("", "", "elements per token", *lengths), cells)
     for kind in ("prefill", "decode"):
-        cells = [
-            [
-                row["name"],
-                *(f"{row[f'{kind}_flops'][str(n)]:.3g}" for n in counts),
-                row["order"][kind],
-                row[f"{kind}_formula"],
-            ]
-            for row in rows
-        ]
-        show_table(
-            f"FLOPs of {kind}, a layer", ("", *(f"{n} tokens" for n in counts), "O(.)", "formula"), cells
-        )
+        cells = []
+        for row in rows:
+            flops = [f"{row[f'{kind}_flops'][str(n)]:.3g}" for n in counts]
+            cells.append([row["name"], *flops, row["order"][kind], row[f"{kind}_formula"]])
+        show_table(f"FLOPs of {kind}, a layer", ("", *lengths, "O(.)", "formula"), cells)
 
 
 def _show_measured(report: dict[str, Any]) -> None:
@@ -314,35 +305,35 @@ def _show_measured(report: dict[str, Any]) -> None:
 
 
 def _draw(report: dict[str, Any], counts: Sequence[int], file: Path) -> None:
-    from .reference.chart import Panel, draw
+    """Draw cache, FLOPs and times over the lengths, side by side; a variant has one colour in all of them."""
+    from matplotlib.figure import Figure
 
+    variants = report["variants"]
     kinds = {
         "cache_bytes": "KV cache, bytes",
         "prefill_flops": "prefill, FLOPs",
         "decode_flops": "FLOPs per decoded token",
     }
-    panels = [
-        Panel(title, {row["name"]: [(n, row[kind][str(n)]) for n in counts] for row in report["variants"]})
+    panels = {
+        title: {row["name"]: [(n, row[kind][str(n)]) for n in counts] for row in variants}
         for kind, title in kinds.items()
-    ]
-    for device in dict.fromkeys(trial["device"] for trial in report.get("trials", ())):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for trial in report["trials"]:
-            if trial["device"] == device:
-                name = report["variants"][0]["name"] if trial["name"] == "source" else trial["name"]
-                lines.setdefault(name, []).append((trial["tokens"], trial["prefill_seconds"]))
-        panels.append(Panel(f"prefill on {device}, seconds", lines))
-    write_whole(file, draw(panels))
-
-
-def _cached(row: dict[str, Any]) -> str:
-    if row["cache_share"] is None:
-        return f"{row['cache_per_sequence']:,} in all"
-    return f"{row['cache_per_token']:,} ({row['cache_share']:.1%})"
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
+    }
+    for trial in report.get("trials", ()):
+        name = variants[0]["name"] if trial["name"] == "source" else trial["name"]
+        lines = panels.setdefault(f"prefill on {trial['device']}, seconds", {})
+        lines.setdefault(name, []).append((trial["tokens"], trial["prefill_seconds"]))
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    drawn: dict[str, Any] = {}
+    figure = Figure(figsize=(4.5 * len(panels), 5), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for name, points in lines.items():
+            look = {"marker": "o", "color": f"C{names.index(name) % 10}"}
+            (drawn[name],) = axes.plot(*zip(*sorted(points), strict=True), **look)
+        axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4)
+    with whole_file(file) as temporary:
+        figure.savefig(temporary, format="svg")
 
 
 def _bytes(value: int) -> str:

@@ -100,10 +100,6 @@ class MultiHeadLatentAttention(nn.Module):
         output_BTD: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output_BTD
 
-    def cache_size(self) -> int:
-        """Return the elements cached per token, C + R."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
     def absorb(self) -> Self:
         """Return an equal module, of copied weights, that attends in the latent and never expands it.
 

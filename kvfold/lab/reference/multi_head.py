@@ -91,10 +91,6 @@ class MultiHeadAttention(nn.Module):
         map_BNTX: Tensor = score_BNTX.softmax(-1)
         return map_BNTX
 
-    def cache_size(self) -> int:
-        """Return the elements cached per token, 2KH."""
-        return 2 * self.num_kv_heads * self.head_dim
-
     def weights(self) -> Attention:
         """Return the module as one layer's tensors, which share its memory."""
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
