@@ -237,10 +237,10 @@ def test_bounds(text: str, path: str, bound: float) -> None:
     ("text", "sentence"),
     [
         ("kl.added<0.1", "names the suite storage, which is not run; bound what kvfold migrate measures"),
-        ("cache.ratio<0.3", "bounds the cache, which --steps decides before any work; name sizes there"),
-        ("cache<0.3", "bounds the cache, which --steps decides"),
-        (" suites.cache.ratio < 0.3", "bounds the cache, which --steps decides"),
-        ("cache.student.elements_per_token_per_layer < 9", "bounds the cache, which --steps decides"),
+        ("cache.ratio<0.3", "names the suite cache, which is not run; bound what kvfold migrate measures"),
+        ("cache<0.3", "names the suite cache, which is not run"),
+        (" suites.cache.ratio < 0.3", "names the suite cache, which is not run"),
+        ("cache.student.elements_per_token_per_layer < 9", "names the suite cache, which is not run"),
         ("schema<2", "does not limit the loss"),
         ("ppl>1.02x", "did you mean 'ppl<1.02x'?"),
         (
