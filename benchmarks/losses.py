@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
 
 from kvfold.core.system_calls import peak_resident_bytes
-from kvfold.distill.losses import LOSSES
 from kvfold.distill.losses.chunks import chunk_elements
 from kvfold.distill.losses.predictions import Predictions
+from kvfold.distill.losses.vocabulary import mix
 
 from .machine import machine, save
 
@@ -83,7 +83,8 @@ def run(name: str, kind: str, sizes: tuple[int, int, int], device: str) -> dict[
             elif kind == LIGER:
                 loss = liger(name, student, teacher)
             else:
-                loss, _ = LOSSES[name](student, teacher, labels_T, chunk=max(1, int(kind) // vocabulary))
+                chunk = max(1, int(kind) // vocabulary)
+                loss, _ = mix(student, teacher, labels_T, {name: 1.0}, chunk=chunk)
         (loss / tokens).backward()
         value = float(loss.detach()) / tokens  # waits for the device
         if device == "cuda":

@@ -45,7 +45,7 @@ from kvfold.distill.recipe.recipe import Recipe
 from kvfold.distill.stages.cached_teacher import cache_for, cached_teacher
 from kvfold.distill.stages.end_to_end import EndToEnd
 from kvfold.distill.stages.isolation import isolate_documents
-from kvfold.distill.stages.stage_work import StageContext
+from kvfold.distill.stages.stage_work import Run, StageContext
 from kvfold.distill.stages.student import load_student
 from kvfold.distill.stages.teacher import Online, Teacher, open_teacher
 from kvfold.distill.stages.weights import set_trainable
@@ -116,8 +116,9 @@ def distilling(recipe: Recipe, teacher: Path) -> Callable[[int], float]:
         source: Teacher = cached_teacher(cache, needed, recipe, teacher, accelerator, online)
     else:
         source = online()
-    context = StageContext(recipe, accelerator, student.model, source, windows, Path("none"))
-    work = EndToEnd(context, stage, None)
+    run = Run(recipe, accelerator, Path("none"), Path("none"), Path("none"), [])
+    context = StageContext(run, recipe.stages[0], student.model, source, windows)
+    work = EndToEnd(context, None)
 
     def step(number: int) -> float:
         work.accumulate(number * recipe.step_windows(stage))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from ..core.console import Command, notice, show_json, show_table, show_text
+from ..core.console import Command, is_first, notice, show_json, show_table, show_text
 from ..core.errors import InvalidInput
-from .display import LOSS_COLUMNS, duration, is_main_process, loss_rows, wait_for_rank_0
+from .display import LOSS_COLUMNS, duration, loss_rows, wait_for_rank_0
 from .recipe.recipe import Profile
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ def main(
     one GPU and --profile fsdp2 if they do not, or accelerate launch -m kvfold.distill RECIPE.
     """
     from .parallel.launch import check_launched, is_launched, relaunch
-    from .recipe.recipe_file import read_recipe
+    from .recipe.recipe_file import as_recipe
 
-    read = read_recipe(recipe, overrides)
+    read = as_recipe(recipe, overrides=overrides)
     profile = profile or read.profile
     if launcher and (not profile or not launcher[0].startswith("-")):
         raise InvalidInput(
@@ -201,7 +201,7 @@ def _run(recipe: "Recipe", as_json: bool) -> None:
     from .run.job import distill
 
     result = distill(recipe)
-    if not is_main_process():
+    if not is_first():
         return
     if as_json:
         show_json(result.to_dict())

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar or table on a terminal, plain lines every few seconds elsewhere."""
+"""Progress of a run on stderr: a table on a terminal, plain lines every few seconds elsewhere."""
 
 import os
 import sys
@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.console import PLAIN_INTERVAL, is_shown, is_terminal, report_progress
+from ..core.console import PLAIN_INTERVAL, is_first, is_shown, is_terminal, report_progress
 
-Show = Callable[[int, str], None]  # takes the amount done and a note
+Show = Callable[[int, Mapping[str, float]], None]  # takes the amount done and values of `SHOWN`
 _A_MOMENT = 5.0  # seconds; torch's launcher checks its processes ten times per second
-ShowStep = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done and their values
 
 # The columns of a step, in this order: key, heading, format. Unknown values are left out.
 SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -41,11 +40,6 @@ def loss_rows(stages: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, 
     ]
 
 
-def is_main_process() -> bool:
-    """Return whether this process is rank 0, which prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def wait_for_rank_0() -> None:
     """Give rank 0 time to report a mistake before this process reports it too.
 
@@ -69,66 +63,40 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def progress_bar(description: str, total: int, done: int = 0) -> Iterator[Show]:
-    """Yield a function that shows progress towards `total`, beginning at `done`."""
-    if not is_main_process():
-        yield lambda done, note: None
-    elif not is_shown():
-        yield lambda done, note: report_progress(description, done, total)
-    elif is_terminal(sys.stderr):
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
-            task = bar.add_task(escape(description), total=total, completed=done, note="")
-            yield lambda done, note: bar.update(task, completed=done, note=note)
-    else:
-        yield _plain(description, total)
-
-
-@contextmanager
-def stage_table(stage: str, steps: int) -> Iterator[ShowStep]:
-    """Yield a function that shows the progress of a training stage, as a live table or as plain lines."""
-    if not is_main_process():
+def progress_table(description: str, total: int) -> Iterator[Show]:
+    """Yield a function that shows the progress of long work, as a live table or as plain lines."""
+    if not is_first():
         yield lambda done, values: None
     elif not is_shown():
-        yield lambda done, values: report_progress(stage, done, steps)
+        yield lambda done, values: report_progress(description, done, total)
     elif is_terminal(sys.stderr):
         from rich.console import Console
         from rich.live import Live
+        from rich.table import Table
+        from rich.text import Text  # a stage's name is no markup
+
+        def render(done: int, values: Mapping[str, float]) -> Table:
+            cells = [("", description), ("done", f"{done:,}/{total:,}"), *shown(values)]
+            table = Table(*(heading for heading, _ in cells))
+            table.add_row(*(Text(text) for _, text in cells))
+            return table
 
         with Live(console=Console(stderr=True), refresh_per_second=4) as live:
-            yield lambda done, values: live.update(_render(stage, done, steps, values))
+            yield lambda done, values: live.update(render(done, values))
     else:
-        plain = _plain(stage, steps)
-        yield lambda done, values: plain(done, "  ".join(f"{name} {text}" for name, text in shown(values)))
+        shown_at = time.monotonic()
+
+        def show(done: int, values: Mapping[str, float]) -> None:
+            nonlocal shown_at
+            now = time.monotonic()
+            if now - shown_at >= PLAIN_INTERVAL:
+                shown_at = now
+                told = "  ".join(f"{name} {text}" for name, text in shown(values))
+                print(f"{description}: {done}/{total} {told}".rstrip(), file=sys.stderr, flush=True)
+
+        yield show
 
 
 def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return heading and text of every known value."""
     return [(heading, form(values[key])) for key, heading, form in SHOWN if key in values]
-
-
-def _render(stage: str, done: int, steps: int, values: Mapping[str, float]) -> Any:
-    from rich.table import Table
-    from rich.text import Text  # a stage's name is no markup
-
-    cells = [("stage", stage), ("step", f"{done:,}/{steps:,}"), *shown(values)]
-    table = Table(*(heading for heading, _ in cells))
-    table.add_row(*(Text(text) for _, text in cells))
-    return table
-
-
-def _plain(description: str, total: int) -> Show:
-    shown_at = time.monotonic()
-
-    def show(done: int, note: str) -> None:
-        nonlocal shown_at
-        now = time.monotonic()
-        if now - shown_at >= PLAIN_INTERVAL:
-            shown_at = now
-            print(f"{description}: {done}/{total} {note}".rstrip(), file=sys.stderr, flush=True)
-
-    return show

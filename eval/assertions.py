@@ -8,7 +8,6 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +15,7 @@ import click
 
 from ..checkpoints.eval_json import BLOCKS, HEAD, EvalReport
 from ..core.errors import InvalidInput
+from ..core.settings import suggest
 from .suites.catalogue import SUITES
 
 # Short names of the numbers that are asked for most. Any other path may leave out `suites.`.
@@ -36,19 +36,7 @@ ALIASES = {
     "cache.ratio": "cache.ratio",
     "cache.elements": "cache.student.elements_per_token_per_layer",
 }
-# Numbers that are undefined without one of the models, by the beginnings of their paths.
-_READ_FROM = {
-    "teacher": ("fidelity", "ppl.teacher", "ppl.difference", "ppl.ratio", "ppl.recovered_share"),
-    "parent": ("ppl.parent", "ppl.recovered_share"),
-}
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
-# The least and the greatest value of numbers, by their own key.
-_RANGES = {
-    **dict.fromkeys(("perplexity", "byte_perplexity", "word_perplexity"), (1, math.inf)),
-    **dict.fromkeys(("nll", "bits_per_byte", "kl", "kl_percentiles", "kl_max", "ratio"), (0, math.inf)),
-    "same_top1": (0, 1),
-}
-_NUMBERS = (int, float)
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
 
@@ -93,7 +81,7 @@ def parse(
         not_run: what to do where the text names a suite that is not run, for errors.
 
     Raises:
-        InvalidInput: the text has another form, names a suite that is not run, or can never hold.
+        InvalidInput: the text has another form, or names a suite that is not run or no number of the report.
     """
     match = _FORM.fullmatch(text)
     try:
@@ -106,41 +94,8 @@ def parse(
     names = _whole_path(match[1])
     if names[0] == "suites" and names[1:2] and names[1] in SUITES and names[1] not in suites:
         raise InvalidInput(f"{label} names the suite {names[1]}, which is not run; {not_run}")
-    _check_start(names, suites, label)
-    _check_path(names, label)
-    _check_range(names, match[2], bound, label)
+    _check_path(names, suites, label)
     return Assertion(text, names, match[2], bound)
-
-
-def _check_range(names: tuple[str, ...], relation: str, bound: float, label: str) -> None:
-    """Refuse a comparison that no value of a number meets; its interval may reach beyond its range."""
-    *above, own = names[:-1] if names[-1] == "mean" else names
-    known = "kl_percentiles" if above[-1:] == ["kl_percentiles"] else own
-    low, high = _RANGES.get(known, (-math.inf, math.inf))
-    can_hold = {
-        "<": low < bound,
-        "<=": low <= bound,
-        "==": low <= bound <= high,
-        ">=": high >= bound,
-        ">": high > bound,
-    }
-    if not can_hold[relation]:
-        most = "" if math.isinf(high) else f" and at most {high}"
-        number = ".".join(names).removeprefix("suites.")
-        raise InvalidInput(f"{label} can never hold: {number} is at least {low}{most}; give another bound")
-
-
-def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) -> None:
-    """Refuse assertions that no measurement can meet, before anything is measured.
-
-    Raises:
-        InvalidInput: a number would be undefined without one of them.
-    """
-    for assertion in assertions:
-        path = ".".join((*assertion.path[1:], ""))
-        for role, reason in missing.items():
-            if path.startswith(tuple(f"{start}." for start in _READ_FROM[role])):
-                raise InvalidInput(f"--assert {assertion.text!r} can never hold: {reason}")
 
 
 def short_names(suites: Sequence[str]) -> list[str]:
@@ -160,7 +115,7 @@ def look_up(path: str, report: dict[str, Any]) -> float | None:
         InvalidInput: the path leads nowhere, or not to a number.
     """
     names = _whole_path(path)
-    _check_start(names, tuple(report["suites"]), repr(path))
+    _check_path(names, tuple(report["suites"]), repr(path))
     return _value(names, report, repr(path))
 
 
@@ -170,53 +125,35 @@ def _whole_path(text: str) -> tuple[str, ...]:
     return ("suites", *names) if names[0] in SUITES else names
 
 
-def _check_start(names: tuple[str, ...], suites: Sequence[str], label: str) -> None:
-    if names[0] in HEAD:
-        return
-    short = short_names(suites)
-    known = sorted({*short, *(ALIASES[name] for name in short)})
-    near = {ALIASES.get(name, name): name for name in get_close_matches(".".join(names), known)}.values()
-    if near:
-        raise InvalidInput(f"{label}: the report has no {names[0]}; did you mean {' or '.join(near)}?")
-    raise InvalidInput(
-        f"{label}: the report has no {names[0]}; a path may begin with {', '.join([*suites, *HEAD])}, "
-        f"and the short names are {', '.join(short)}"
-    )
-
-
-def _check_path(names: tuple[str, ...], label: str) -> None:
+def _check_path(names: tuple[str, ...], suites: Sequence[str], label: str) -> None:
     """Refuse a path that no report has, before anything is measured.
 
     Below keys that depend on the run, such as the names of tasks, a path is checked in the report itself.
     """
+    if names[0] not in HEAD:
+        short = short_names(suites)
+        paths = {ALIASES[name]: name for name in short}
+        hint = suggest(".".join(names), [*suites, *short], paths)
+        raise InvalidInput(f"{label}: the report has no {names[0]}; {hint}")
     kind: Any = EvalReport
     for depth, name in enumerate(names):
         place = ".".join(names[:depth]) or "the report"
         if names[:depth] == ("suites",):
-            if name not in BLOCKS:
-                raise InvalidInput(f"{label}: there is no suite {name}; the suites are {', '.join(BLOCKS)}")
-            kind = BLOCKS[name]
+            known: Mapping[str, Any] = BLOCKS
         elif is_dataclass(kind):
-            known = get_type_hints(kind)
-            if name not in {each.name for each in fields(kind)}:
-                there = ", ".join(each.name for each in fields(kind))
-                raise InvalidInput(f"{label}: {place} has no {name}; it has {there}")
-            kind = known[name]
-        elif kind in _NUMBERS or kind in (str, bool):
+            known = {each.name: get_type_hints(kind)[each.name] for each in fields(kind)}
+        elif kind in (int, float, str, bool):
             raise InvalidInput(f"{label}: {place} is a single value and has no {name}")
         else:
             return
-        kind = _without_none(kind)
-    if is_dataclass(kind):
-        there = ", ".join(each.name for each in fields(kind))
-        raise InvalidInput(f"{label}: {'.'.join(names)} is not a number; it has {there}")
-    if kind in (str, bool):
-        raise InvalidInput(f"{label}: {'.'.join(names)} is not a number")
-
-
-def _without_none(kind: Any) -> Any:
-    kinds = [each for each in get_args(kind) if each is not type(None)]
-    return kinds[0] if isinstance(kind, UnionType) and len(kinds) == 1 else kind
+        if name not in known:
+            raise InvalidInput(f"{label}: {place} has no {name}; it has {', '.join(known)}")
+        kinds = [each for each in get_args(known[name]) if each is not type(None)]
+        kind = kinds[0] if isinstance(known[name], UnionType) and len(kinds) == 1 else known[name]
+    there = [each.name for each in fields(kind)] if is_dataclass(kind) else []
+    if there or kind in (str, bool):
+        has = f"; it has {', '.join(there)}" if there else ""
+        raise InvalidInput(f"{label}: {'.'.join(names)} is not a number{has}")
 
 
 def check(assertions: Sequence[Assertion], report: dict[str, Any]) -> None:

@@ -66,12 +66,24 @@ def evaluate(
         found = _measure(subject, modules)
         with together():
             subject.check_unchanged()
+    protocol = None
+    if text is not None and any(SUITES[name].reads_text for name in suites):
+        windows = subject.windows
+        protocol = TextProtocol(
+            name=windows.name,
+            text_sha256=text.sha256,
+            window=windows.length,
+            windows=len(windows.ids_NW),
+            bos=windows.bos,
+            scored_tokens=int(windows.scored_NT.sum()),
+            scored_bytes=windows.bytes,
+        )
     return Result(
         schema=SCHEMA,
         checkpoint=subject.checkpoints["student"],
         teacher=subject.checkpoints.get("teacher"),
         parent=subject.checkpoints.get("parent"),
-        protocol=_protocol(subject) if any(SUITES[name].reads_text for name in suites) else None,
+        protocol=protocol,
         suites={name: found[name] for name in suites if name in found},
         device=subject.device,
         versions=versions(),
@@ -144,17 +156,3 @@ def _remedy(options: Options, shorter: str, *, is_alone: bool) -> str:
         "--one-at-a-time": not options.one_at_a_time and not is_alone,
     }
     return remedy_of(ways, "a machine with more memory")
-
-
-def _protocol(subject: Subject) -> TextProtocol:
-    windows = subject.windows
-    assert subject.text is not None
-    return TextProtocol(
-        name=windows.name,
-        text_sha256=subject.text.sha256,
-        window=windows.length,
-        windows=len(windows.ids_NW),
-        bos=windows.bos,
-        scored_tokens=int(windows.scored_NT.sum()),
-        scored_bytes=windows.bytes,
-    )

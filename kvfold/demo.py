@@ -104,7 +104,7 @@ def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
     """Fold, distil and evaluate in a directory; return the evaluations by name and the hash of the text."""
     from .convert.calibration.study import study
     from .convert.families.source import open_source
-    from .distill.recipe.recipe_file import read_recipe
+    from .distill.recipe.recipe_file import as_recipe
     from .distill.run.job import distill
     from .eval.options import Options
     from .eval.run import evaluate
@@ -118,14 +118,14 @@ def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
             to: _fold(source, to, sizes, statistics, work / f"demo-{to}") for to, sizes in TARGETS.items()
         }
         distilled = work / "demo-mla-distilled"
-        settings = (
-            f"student={folded['mla']}",
-            f"teacher={source}",
-            f"output={distilled}",
-            f"stages.0.tokens={tokens}",
-        )
+        settings = {
+            "student": folded["mla"],
+            "teacher": source,
+            "output": distilled,
+            "stages.0.tokens": tokens,
+        }
         if not distilled.exists():
-            distill(read_recipe(source / "distill.yaml", settings))
+            distill(as_recipe(source / "distill.yaml", settings))
         results = {to: evaluate(path, source, text, options) for to, path in folded.items()}
         results["mla, distilled"] = evaluate(distilled, source, text, options, folded["mla"])
     return results, text.sha256

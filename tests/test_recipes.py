@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvfold.cli import main
 from kvfold.convert.cli import main as convert
 from kvfold.distill.cli import main as distill
-from kvfold.distill.recipe.recipe_file import read_recipe
+from kvfold.distill.recipe.recipe_file import as_recipe
 from kvfold.distill.run.explain import explain
 
 from .support.documents import write_documents
@@ -53,7 +53,7 @@ def test_the_recipes_are_those_that_were_promised() -> None:
 def test_its_commands_make_what_it_reads(name: str) -> None:
     """The head says which command makes the student, and both take their options."""
     first, second = commands(name)
-    recipe = read_recipe(ROOT / f"{name}.yaml")
+    recipe = as_recipe(ROOT / f"{name}.yaml")
     with convert.make_context("convert", first[1:]) as context:
         assert context.params["out"] == Path(recipe.student)
         assert context.params["to"] == name.split("-")[-1 if not name.endswith("512") else -2]
@@ -74,7 +74,7 @@ def test_it_can_be_explained(name: str) -> None:
         "--set", "file", "default",
     )  # fmt: skip
     assert all(key["meaning"] for key in found["keys"])
-    assert "is not a directory here; convert it first" in found["note"]
+    assert "; convert it first (kvfold convert" in found["note"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,8 +9,8 @@ what the template renders.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
@@ -50,8 +50,8 @@ def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int)
         InvalidInput: there is no chat template, or every row is refused.
     """
     check_template(tokenizer)
-    read = _Read()
-    pieces = _conversations(source, data, tokenizer, read)
+    read, refusals = Counter[str](), list[Refused]()  # the latter the first of them alone
+    pieces = _conversations(source, data, tokenizer, read, refusals)
     # Nothing attends to padding or is trained on it, so any token of the student will do.
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     padding = next((token for token in tokens if token is not None and token < vocabulary), 0)
@@ -59,55 +59,45 @@ def chat_pieces(source: TextSource, data: Data, tokenizer: Any, vocabulary: int)
         yield from fill_windows(pieces, data.seq_len, padding) if data.packing == "documents" else pieces
     finally:
         for number, what in (
-            (read.cut, f"cut to data.seq_len {data.seq_len}"),
-            (read.silent, "left out, without a word of the assistant's"),
-            (read.refused if read.spoken else 0, f"left out: {read.refusal}"),
+            (read["cut"], f"cut to data.seq_len {data.seq_len}"),
+            (read["silent"], "left out, without a word of the assistant's"),
+            (read["refused"] if read["spoken"] else 0, f"left out: {refusals[0] if refusals else ''}"),
         ):
             if number:
-                notice(
-                    f"{source.source}: conversations {what}: {number} of "
-                    f"{read.spoken + read.silent + read.refused} read"
-                )
-    if read.refusal and not read.spoken:
-        raise read.refusal
-    if not read.spoken:
+                count = read["spoken"] + read["silent"] + read["refused"]
+                notice(f"{source.source}: conversations {what}: {number} of {count} read")
+    if refusals and not read["spoken"]:
+        raise refusals[0]
+    if not read["spoken"]:
         raise InvalidInput(
-            f"data.source {source.source}: none of its {read.silent} conversations has a word of the "
+            f"data.source {source.source}: none of its {read['silent']} conversations has a word of the "
             "assistant's; name a text with turns of the role assistant"
         )
 
 
-@dataclass
-class _Read:
-    """Counts of the conversations of a source."""
-
-    spoken: int = 0  # trained on
-    cut: int = 0  # longer than a window
-    silent: int = 0  # left out, since they have no word of the assistant's
-    refused: int = 0  # left out, since they are no conversations or the template does not render them
-    refusal: Refused | None = None  # the first
-
-
-def _conversations(source: TextSource, data: Data, tokenizer: Any, read: _Read) -> Iterator[Piece]:
-    """Yield the conversations that are trained on, and count the others in `read`."""
+def _conversations(
+    source: TextSource, data: Data, tokenizer: Any, read: Counter[str], refusals: list[Refused]
+) -> Iterator[Piece]:
+    """Yield the conversations that are trained on (`spoken`), and count those that are `cut` or `silent`."""
     for batch in read_field(source.documents, data.seed):
         for value in batch:
             try:
                 piece = conversation(messages_of(value, source), tokenizer, source.source)
             except Refused as refusal:
-                read.refused += 1
-                read.refusal = read.refusal or refusal
-                if read.refused == _REFUSALS and not read.spoken:
+                read["refused"] += 1
+                if not refusals:
+                    refusals.append(refusal)
+                if read["refused"] == _REFUSALS and not read["spoken"]:
                     raise
                 continue
             if data.packing == "documents" and len(piece.ids) > data.seq_len:
                 piece = Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len])
-                read.cut += 1
+                read["cut"] += 1
             if (piece.marks & SCORED).any():
-                read.spoken += 1
+                read["spoken"] += 1
                 yield piece
             else:
-                read.silent += 1
+                read["silent"] += 1
 
 
 def fill_windows(pieces: Iterator[Piece], length: int, padding: int) -> Pieces:

@@ -7,10 +7,10 @@ files are opened, and little of them is read.
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from ...texts.sources import check_text, first_rows, local_files
 from ...texts.text_files import compression, is_plain_text
 from ...texts.text_flaws import utf8_flaw
 from ...texts.token_parts import read_ids
-from ..recipe.data_section import SELF, Data, TextSource
+from ..recipe.data_section import Data, TextSource
 from ..recipe.recipe import Recipe
 from .chat import Refused, check_template, conversation, messages_of
 from .order import windows_per_source
@@ -33,17 +33,11 @@ _DOCUMENTS = 64  # per file
 _BYTES = 2**20  # per file of plain text
 
 
-@dataclass(frozen=True)
-class SourceSample:
-    """The beginning of a source.
-
-    Attributes:
-        values: texts, or conversations.
-        share: proportion of the source that they are, by size; None if it is unknown.
-    """
+class SourceSample(NamedTuple):
+    """The beginning of a source: texts or conversations, and the proportion of the source that they are."""
 
     values: list[Any]
-    share: float | None
+    share: float | None  # by size; None if it is unknown
 
 
 def check_texts(recipe: Recipe, student: Described | None) -> tuple[list[str], list[NDArray[np.int32]]]:
@@ -104,39 +98,35 @@ def take_sample(source: TextSource) -> SourceSample | None:
     Raises:
         InvalidInput: as of `check_texts`.
     """
-    key = "messages_field" if source.messages_field else "text_field"
     if source.source == "stdlib":
         from ...texts.standard_library import stdlib_documents
 
-        documents = list(stdlib_documents(held_out=False))
-        values = documents[:_DOCUMENTS]
+        documents = stdlib_documents(held_out=False)
+        values: list[Any] = [*documents[:_DOCUMENTS]]
         return SourceSample(values, sum(map(len, values)) / sum(map(len, documents)))
     files = local_files(source.source)
-    if source.source == SELF or not files:
+    if not files:
         return None
     chosen = sorted({round(at) for at in np.linspace(0, len(files) - 1, min(_FILES, len(files)))})
-    values = []
-    read = 0.0
-    whole = True
-    for at in chosen:
-        begun, share = _begin(files[at], source, key)
-        values += begun
-        read += files[at].stat().st_size * share if share is not None else float("nan")
-        whole = whole and share == 1
-    if not values and whole and len(chosen) == len(files):
-        raise InvalidInput(f"data.source {source.source} holds no documents")
-    if whole and len(chosen) == len(files):
+    begun = [_begin(files[at], source) for at in chosen]
+    values = [value for some, _ in begun for value in some]
+    if len(chosen) == len(files) and all(share == 1 for _, share in begun):
+        if not values:
+            raise InvalidInput(f"data.source {source.source} holds no documents")
         return SourceSample(values, 1.0)
+    shares = [float("nan") if share is None else share for _, share in begun]
+    read = sum(files[at].stat().st_size * share for at, share in zip(chosen, shares, strict=True))
     total = sum(file.stat().st_size for file in files)
     return SourceSample(values, min(0.999, read / total) if read > 0 else None)  # NaN is not above 0
 
 
-def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float | None]:
+def _begin(file: Path, source: TextSource) -> tuple[list[Any], float | None]:
     """Return the first values of a field in a file, and the proportion of the file that they are."""
+    documents = replace(source.documents, place=str(file))
     if is_plain_text(file) and not compression(file):  # it is one document, however large
-        if getattr(source, key) != "text":
+        if documents.field != "text":
             raise InvalidInput(
-                f"data.source {file} has no field {getattr(source, key)!r}; data.{key} can be text"
+                f"data.source {file} has no field {documents.field!r}; {documents.field_option} can be text"
             )
         with file.open("rb") as stream:
             content = stream.read(_BYTES)
@@ -147,10 +137,9 @@ def _begin(file: Path, source: TextSource, key: str) -> tuple[list[Any], float |
         except UnicodeDecodeError as error:
             raise InvalidInput(f"data.source {file} cannot be read: {utf8_flaw('it', error.start)}") from None
         return [text] if text else [], 1.0 if is_whole else len(content) / file.stat().st_size
-    documents = replace(source.documents, place=str(file))
     rows = first_rows(documents, _DOCUMENTS)
-    values = [row[getattr(source, key)] for row in rows if row[getattr(source, key)]]
-    if key == "text_field":
+    values = [row[documents.field] for row in rows if row[documents.field]]
+    if not source.messages_field:
         values = check_text(values, documents)
     if len(rows) < _DOCUMENTS:
         return values, 1.0

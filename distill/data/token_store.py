@@ -8,26 +8,25 @@ there, all are.
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from ...convert.calibration.written_batches import WrittenBatches
+from ...core.console import is_first
 from ...core.errors import InvalidInput
 from ...core.units import counted
 from ...core.untrusted import read_json
-from ..display import is_main_process, progress_bar
+from ..display import progress_table
 from ..recipe.data_section import SELF, Data, TextSource
 from .chat import chat_pieces
 from .order import Stream, TrainingWindows, windows_per_source
-from .token_documents import SCORED, Pieces, check_ids, text_pieces, written_pieces
+from .token_documents import SCORED, Piece, Pieces, check_ids, text_pieces, written_pieces
 
 _PART = 2**24  # tokens that are looked at together
-_Author = Callable[[int], Pieces]  # writes at least so many tokens
 
 
 def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> TrainingWindows:
@@ -41,8 +40,9 @@ def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> Train
     """
     remedy = f"remove {file.parent} to start over"
     marked = file.with_name("marks.bin")
-    lengths = _read_lengths(file.with_name("tokens.json"))
-    if len(lengths) != len(data.sources) or min(lengths) <= data.seq_len:
+    content = read_json(file.with_name("tokens.json"))
+    lengths = content.get("tokens")
+    if not isinstance(lengths, list) or len(lengths) != len(data.sources) or min(lengths) <= data.seq_len:
         raise InvalidInput(f"{file.with_name('tokens.json')} is not of this recipe's texts; {remedy}")
     for place, size in ((file, np.dtype(np.int32).itemsize), (marked, 1)):
         if not place.is_file() or place.stat().st_size != sum(lengths) * size:
@@ -50,8 +50,7 @@ def open_windows(file: Path, data: Data, vocabulary: int | None = None) -> Train
     tokens = np.memmap(file, dtype=np.int32, mode="r")
     marks = np.memmap(marked, dtype=np.uint8, mode="r")
     if vocabulary is not None:
-        known = read_json(file.with_name("tokens.json")).get("checksums")
-        if known != [_checksum(file), _checksum(marked)]:
+        if content.get("checksums") != [_checksum(file), _checksum(marked)]:
             raise InvalidInput(f"{file} or {marked.name} has changed since it was written; {remedy}")
         for start in range(0, len(tokens), _PART):
             part = tokens[start : start + _PART]
@@ -83,41 +82,36 @@ def write_tokens(
         InvalidInput: a source cannot be read, lacks the field, does not fill one window, or holds a token
             that the student has no embedding for.
     """
-    wanted = _wanted(data, windows)
-    author = partial(written_pieces, data, tokenizer, teacher, kept=kept)
-    if is_main_process():
-        _write(file, data, tokenizer, wanted, author, vocabulary)
-        return
-    for source, tokens in zip(data.sources, wanted, strict=True):
+    wanted = list(zip(data.sources, _wanted(data, windows), strict=True))
+
+    def pieces_of(source: TextSource, most: int) -> Pieces:
         if source.source == SELF:
-            for _ in author(tokens):
-                pass
+            return written_pieces(data, tokenizer, teacher, most, kept=kept)
+        if source.messages_field:
+            return chat_pieces(source, data, tokenizer, vocabulary)
+        return text_pieces(source, data, tokenizer)
 
-
-def holds_same(file: Path, data: Data, before: int, after: int) -> bool:
-    """Return whether `write_tokens` for `after` windows would write what it wrote for `before`.
-
-    Only then does a run of `after` windows begin with the same windows, since their order depends on the
-    number of windows of each source.
-    """
-    if before == after:
-        return True
-    lengths = file.with_name("tokens.json")
-    if not file.exists() or any(source.source == SELF for source in data.sources):
-        return False
-    held = _read_lengths(lengths)
-    # The same number is wanted, or everything that there is was wanted, and still is.
-    return all(
-        old == new or (length < old and length <= new)
-        for length, old, new in zip(held, _wanted(data, before), _wanted(data, after), strict=True)
-    )
-
-
-def _read_lengths(file: Path) -> list[int]:
-    lengths = read_json(file).get("tokens")
-    if not isinstance(lengths, list) or not all(type(length) is int and length >= 0 for length in lengths):
-        raise InvalidInput(f"{file} is damaged; remove {file.parent} to start over")
-    return lengths
+    if not is_first():
+        for source, most in wanted:
+            if source.source == SELF:
+                for _ in pieces_of(source, most):
+                    pass
+        return
+    partials = {name: file.with_name(name + ".partial") for name in ("tokens.json", "marks.bin", file.name)}
+    lengths = []
+    with partials[file.name].open("wb") as tokens, partials["marks.bin"].open("wb") as marks:
+        for source, most in wanted:
+            with closing(pieces_of(source, most)) as pieces:
+                known = _known(pieces, source, tokenizer, vocabulary)
+                lengths.append(_fill(tokens, marks, known, source, data, most))
+        for stream in (tokens, marks):
+            stream.flush()
+            os.fsync(stream.fileno())
+    checksums = [_checksum(partials[file.name]), _checksum(partials["marks.bin"])]
+    content = {"tokens": lengths, "checksums": checksums}
+    partials["tokens.json"].write_text(json.dumps(content) + "\n", encoding="utf-8")
+    for name, unfinished in partials.items():
+        unfinished.rename(file.with_name(name))
 
 
 def _checksum(file: Path) -> int:
@@ -134,55 +128,30 @@ def _wanted(data: Data, windows: int) -> list[int]:
     return [max(share, 1) * data.seq_len + 1 for share in windows_per_source(weights, windows)]
 
 
-def _write(
-    file: Path, data: Data, tokenizer: Any, wanted: list[int], author: _Author, vocabulary: int
-) -> None:
-    partials = {name: file.with_name(name + ".partial") for name in ("tokens.json", "marks.bin", file.name)}
-    lengths = []
-    with partials[file.name].open("wb") as tokens, partials["marks.bin"].open("wb") as marks:
-        for source, most in zip(data.sources, wanted, strict=True):
-            if source.source == SELF:
-                pieces = author(most)
-            elif source.messages_field:
-                pieces = chat_pieces(source, data, tokenizer, vocabulary)
-            else:
-                pieces = text_pieces(source, data, tokenizer)
-            with closing(pieces):
-                known = partial(check_ids, tokenizer=tokenizer, vocabulary=vocabulary)
-                lengths.append(_fill(tokens, marks, pieces, known, source, data, most))
-        for stream in (tokens, marks):
-            stream.flush()
-            os.fsync(stream.fileno())
-    checksums = [_checksum(partials[file.name]), _checksum(partials["marks.bin"])]
-    content = {"tokens": lengths, "checksums": checksums}
-    partials["tokens.json"].write_text(json.dumps(content) + "\n", encoding="utf-8")
-    for name, unfinished in partials.items():
-        unfinished.rename(file.with_name(name))
+def _known(pieces: Pieces, source: TextSource, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:
+    """Yield pieces, of which the student knows all tokens."""
+    for piece in pieces:
+        check_ids(piece.ids, tokenizer, vocabulary, f"data.source {source.source}")
+        yield piece
 
 
 def _fill(
-    tokens: BinaryIO,
-    marks: BinaryIO,
-    pieces: Pieces,
-    check: Callable[..., None],
-    source: TextSource,
-    data: Data,
-    most: int,
+    tokens: BinaryIO, marks: BinaryIO, pieces: Iterator[Piece], source: TextSource, data: Data, most: int
 ) -> int:
-    """Append up to `most` tokens of a source, all of which the student knows; return their number."""
+    """Append up to `most` tokens of a source; return their number."""
     written = documents = 0
     # In a stream, positions and attention continue across documents.
     kept = 0xFF if data.packing == "documents" else SCORED
     written_by_teacher = source.source == SELF  # shows its own progress
-    with nullcontext(lambda done, note: None) if written_by_teacher else progress_bar("tokens", most) as show:
+    silent = nullcontext(lambda done, values: None)
+    with silent if written_by_teacher else progress_table("tokens", most) as show:
         for piece in pieces:
-            check(piece.ids, what=f"data.source {source.source}")
             ids = piece.ids[: most - written]
             tokens.write(ids.tobytes())
             marks.write((piece.marks[: len(ids)] & kept).tobytes())
             written += len(ids)
             documents += 1
-            show(written, "")
+            show(written, {})
             # The text that all processes write together is read to its end.
             if written == most and not written_by_teacher:
                 break

@@ -17,6 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..recipe.recipe import LossName
+
 Cost = tuple[Tensor, Tensor]  # summed over tokens; gradient (C, V), which the caller may overwrite
 
 
@@ -123,7 +125,8 @@ def ce(pair: Pair, beta: float) -> Cost:
     return -log_q_CV.gather(1, pair.labels_C1).sum(), q_CV.scatter_add(1, pair.labels_C1, minus_C1)
 
 
-CRITERIA: dict[str, Callable[[Pair, float], Cost]] = {
+# A stage computes these by `mix`, all over one set of logits, and the losses of layers.py by `Objective`.
+CRITERIA: dict[LossName, Callable[[Pair, float], Cost]] = {
     "kl": kl,
     "reverse_kl": reverse_kl,
     "jsd": jsd,

@@ -39,7 +39,7 @@ def hidden_mse(
 
 def hidden_cosine(student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, int]:
     """Return 1 - cos of the angle between hidden states; arguments and result as for `hidden_mse`."""
-    student_TD, teacher_TD = _comparable("hidden_cosine", student_TD, teacher_TD)
+    student_TD, teacher_TD = comparable("hidden_cosine", student_TD, teacher_TD)
     return (1 - cosine_similarity(student_TD, teacher_TD, dim=-1)).sum(), len(student_TD)
 
 
@@ -165,13 +165,17 @@ def _relation_heads(x_BHSE: Tensor, heads: int) -> Tensor:
 def _relative(
     name: str, student_TD: Tensor, teacher_TD: Tensor, power: Tensor | float | None
 ) -> tuple[Tensor, int]:
-    student_TD, teacher_TD = _comparable(name, student_TD, teacher_TD)
+    student_TD, teacher_TD = comparable(name, student_TD, teacher_TD)
     power = power_of(teacher_TD) if power is None else power
     return (student_TD - teacher_TD).square().sum() / power, len(student_TD)
 
 
-def _comparable(name: str, student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in float32 or wider, the teacher as a constant."""
+def comparable(name: str, student_TD: Tensor, teacher_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float32 or wider, the teacher as a constant.
+
+    Raises:
+        InvalidInput: their sizes D differ, so that the loss `name` cannot be computed.
+    """
     if student_TD.shape[-1] != teacher_TD.shape[-1]:
         raise InvalidInput(
             f"{name} compares vectors of one size, but the student's have {student_TD.shape[-1]} numbers and "

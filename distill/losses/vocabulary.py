@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..recipe.recipe import LossName
 from .chunks import compute_dtype, in_chunks
 from .criteria import CRITERIA, Pair
 from .predictions import Predictions
@@ -21,33 +22,16 @@ from .predictions import Predictions
 MEASURES = ("forward_kl", "same_top1", "teacher_ce")
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """Losses of T tokens.
-
-    Attributes:
-        loss: their weighted sum, differentiable once with respect to the student.
-        sums: every loss by name, without its weight. With a teacher also `forward_kl` (KL(teacher || student)
-            at temperature 1, nats), `same_top1` (number of tokens at which both find the same next one most
-            probable) and `teacher_ce` (the teacher's cross entropy to the text, nats). Constants.
-        count: T.
-    """
-
-    loss: Tensor
-    sums: dict[str, Tensor]
-    count: int
-
-
 def mix(
     student: Predictions,
     teacher: Predictions | None,
     labels_T: Tensor,
-    weights: Mapping[str, float],
+    weights: Mapping[LossName, float],
     *,
     temperature: float = 1.0,
     beta: float = 0.5,
     chunk: int | None = None,
-) -> Mixed:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a weighted sum of losses of the vocabulary, over one set of logits.
 
     The two heads may have different padding beyond the tokenizer's entries. Distributions are compared over
@@ -68,46 +52,16 @@ def mix(
         chunk: tokens at a time; by default as many as give `chunks.chunk_elements` logits.
 
     Returns:
-        The weighted sum, its parts, and T.
+        The weighted sum over all tokens, differentiable once with respect to the student, and constants:
+        every loss by name, without its weight. With a teacher also `forward_kl` (KL(teacher || student) at
+        temperature 1, nats), `same_top1` (number of tokens at which both find the same next one most
+        probable) and `teacher_ce` (the teacher's cross entropy to the text, nats).
     """
     weights = {name: weight for name, weight in weights.items() if weight}
     theirs = None if teacher is None else teacher.computed_in(compute_dtype(teacher))
     mixture = _Mixture(theirs, labels_T, weights, temperature, beta)
     loss, sums_K = in_chunks(student, mixture, 1 + len(mixture.keys), chunk)
-    return Mixed(loss, dict(zip(mixture.keys, sums_K[1:], strict=True)), len(labels_T))
-
-
-class VocabularyLoss:
-    """One of `CRITERIA` as a loss of its own: `(student, teacher, labels_T, ...) -> (sum, count)`.
-
-    Args:
-        name: its name there.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.__doc__ = CRITERIA[name].__doc__
-
-    def __call__(
-        self,
-        student: Predictions,
-        teacher: Predictions | None,
-        labels_T: Tensor,
-        *,
-        temperature: float = 1.0,
-        beta: float = 0.5,
-        chunk: int | None = None,
-    ) -> tuple[Tensor, int]:
-        """Return the sum over tokens, in nats, and their count.
-
-        Arguments as for `mix`; only `jsd` reads `beta`.
-        """
-        how = {self._name: 1.0}
-        mixed = mix(student, teacher, labels_T, how, temperature=temperature, beta=beta, chunk=chunk)
-        return mixed.loss, mixed.count
-
-
-kl, reverse_kl, jsd, ce = (VocabularyLoss(name) for name in ("kl", "reverse_kl", "jsd", "ce"))
+    return loss, dict(zip(mixture.keys, sums_K[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -116,7 +70,7 @@ class _Mixture:
 
     teacher: Predictions | None
     labels_T: Tensor
-    weights: Mapping[str, float]
+    weights: Mapping[LossName, float]
     temperature: float
     beta: float
 
@@ -142,7 +96,7 @@ class _Mixture:
 
     def _costs(
         self,
-        names: list[str],
+        names: list[LossName],
         temperature: float,
         logits_CV: Tensor,
         teacher_CV: Tensor | None,

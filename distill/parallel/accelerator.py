@@ -12,7 +12,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.state import AcceleratorState
 
 from ...core.errors import InvalidInput
-from ..losses import LOSSES
 from ..recipe.recipe import Recipe, Stage
 
 # From glibc's malloc.h: blocks of at least this many bytes are mapped, and unmapped when they are freed.
@@ -47,8 +46,7 @@ def make_accelerator(recipe: Recipe, trackers_directory: Path | None = None) -> 
     check_launcher()
     # Losses on layers alone leave the weights behind the last layer without a gradient.
     has_unused_weights = any(
-        stage.how == "end_to_end" and all(LOSSES[name].reads != "logits" for name in stage.learnt)
-        for stage in recipe.stages
+        stage.how == "end_to_end" and stage.of_layers == stage.learnt for stage in recipe.stages
     )
     # The copies exchange the gradients themselves, not a second set of them.
     copies = DistributedDataParallelKwargs(

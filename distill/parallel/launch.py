@@ -6,6 +6,7 @@ A profile is a configuration of accelerate in `profiles/`. `kvfold distill RECIP
 
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Literal
@@ -89,13 +90,15 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
                 f"the profile {profile} starts no launcher, so {' '.join(extra)} has no effect; leave it out"
             )
         return
-    missing = [option for option in _ELSEWHERE if profile == "multinode" and not _has(extra, option)]
+    given = _given(extra)
+    missing = [option for option in _ELSEWHERE if profile == "multinode" and given[option] is None]
     if missing:
         raise InvalidInput(
             f"the profile multinode needs {' and '.join(missing)} on each machine; give them after --, as in "
             f"-- --num_machines 2 --machine_rank 0 --main_process_ip HOST --num_processes 16"
         )
-    if not _has(extra, _COUNT):
+    count = given[_COUNT]
+    if count is None:
         if not gpu or profile == "multinode":
             where = "on all machines together" if profile == "multinode" else "without a GPU"
             raise InvalidInput(
@@ -103,34 +106,22 @@ def relaunch(recipe: Recipe, profile: Profile, extra: Sequence[str], arguments: 
             )
         import torch
 
-        extra = [_COUNT, str(torch.cuda.device_count()), *extra]
-    if gpu and "cuda" in TESTED[profile] and _count(extra) != "1":
+        count = str(torch.cuda.device_count())
+        extra = [_COUNT, count, *extra]
+    if not (count.isdecimal() and int(count)):
+        raise InvalidInput(f"{_COUNT} is {count!r}; it should be a number of at least 1")
+    if gpu and "cuda" in TESTED[profile] and int(count) != 1:
         notice(f"the profile {profile} has run on one GPU, but not yet on several")
     file = resources.files(__package__) / "profiles" / f"{profile}.yaml"
-    asked = dict(zip(_ASKED, (profile, _count(extra)), strict=True))
+    asked = dict(zip(_ASKED, (profile, str(int(count))), strict=True))
     environment = {**os.environ, **asked, **({} if gpu else {"ACCELERATE_USE_CPU": "true"})}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *extra]
     os.execve(sys.executable, [*command, "-m", "kvfold.distill", *arguments], environment)
 
 
-def _has(extra: Sequence[str], option: str) -> bool:
-    return any(_is(word, option) for word in extra)
-
-
-def _is(word: str, option: str) -> bool:
-    """Return whether a word is an option; accelerate accepts options with hyphens too."""
-    return word.partition("=")[0].replace("-", "_") == option.replace("-", "_")
-
-
-def _count(extra: Sequence[str]) -> str:
-    """Return the number of processes given to accelerate, the last one if there are several.
-
-    Raises:
-        InvalidInput: it is not a number.
-    """
-    at = max(index for index, word in enumerate(extra) if _is(word, _COUNT))
-    _, mark, value = extra[at].partition("=")
-    value = value if mark else "".join(extra[at + 1 : at + 2])
-    if not (value.isdecimal() and int(value)):
-        raise InvalidInput(f"{_COUNT} is {value!r}; it should be a number of at least 1")
-    return str(int(value))
+def _given(extra: Sequence[str]) -> dict[str, str | None]:
+    """Return the values of options in accelerate's arguments; it accepts options with hyphens too."""
+    parser = ArgumentParser(allow_abbrev=False, add_help=False)
+    for option in (_COUNT, *_ELSEWHERE):
+        parser.add_argument(option, option.replace("_", "-"), dest=option, nargs="?", const="")
+    return vars(parser.parse_known_args(extra)[0])

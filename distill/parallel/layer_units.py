@@ -22,6 +22,7 @@ from ...convert.formats import to_trainable
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded, describe
+from ...models.decoder import layer_list
 from ...models.layered_model import LayeredModel
 from ...models.load_options import LoadOptions
 from .tensors import named_weights
@@ -53,7 +54,7 @@ class LayerUnits:
         self._source = LayeredModel(checkpoint, attention=None, dtype=dtype)
         self._opened = opened
         self._source.check_complete()
-        self._layers = _name_of(self._source.model, self._source.blocks[0]).rpartition(".")[0]
+        self._layers = layer_list(self.model)
 
     def __len__(self) -> int:
         return len(self._source.blocks)
@@ -160,8 +161,3 @@ def _read_norms(model: Any, checkpoint: Checkpoint) -> None:
             model.get_submodule(place)._parameters[own] = nn.Parameter(
                 checkpoint[stored].float(), requires_grad=False
             )
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    name: str = next(name for name, found in model.named_modules() if found is module)
-    return name

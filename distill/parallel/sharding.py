@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ...core.console import progress
 from ...models.decoder import decoder_layers
-from ..display import progress_bar
 from .accelerator import is_sharded
 from .layer_units import LayerUnits
 
@@ -71,12 +71,10 @@ def shard_teacher(teacher: Any, units: LayerUnits | None = None) -> None:
 def _shard_layers(model: Any, precision: MixedPrecisionPolicy, units: LayerUnits | None, role: str) -> None:
     reshards = FullyShardedDataParallelPlugin().reshard_after_forward
     layers = decoder_layers(model)
-    bar = progress_bar(f"{role}'s layers", len(layers)) if units else nullcontext(lambda done, note: None)
-    with bar as show:
-        for number, layer in enumerate(layers):
-            with units.layer(number) if units else nullcontext():
-                fully_shard(layer, reshard_after_forward=reshards, mp_policy=precision, **_settings())
-            show(number + 1, "")
+    shown = progress(layers, f"{role}'s layers", len(layers)) if units else layers
+    for number, layer in enumerate(shown):
+        with units.layer(number) if units else nullcontext():
+            fully_shard(layer, reshard_after_forward=reshards, mp_policy=precision, **_settings())
 
 
 def _settings() -> dict[str, Any]:

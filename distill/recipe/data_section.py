@@ -107,19 +107,15 @@ class Data(Settings):
 
         A text that names a field of its own takes neither field from `data`.
         """
-        if isinstance(self.source, str):
+        given = (TextSource(source=self.source),) if isinstance(self.source, str) else self.source
+        found = []
+        for source in given:
+            has_field = source.text_field is not None or source.messages_field is not None
             said = {
-                key: getattr(self, key) for key in ("source", "name", "split", "text_field", "messages_field")
+                "name": source.name or self.name,
+                "split": source.split or self.split,
+                "text_field": source.text_field or self.text_field,
+                "messages_field": source.messages_field if has_field else self.messages_field,
             }
-            return (TextSource.model_construct(**said, weight=1.0),)
-        return tuple(self._complete(source) for source in self.source)
-
-    def _complete(self, source: TextSource) -> TextSource:
-        own = source.text_field is not None or source.messages_field is not None
-        said = {
-            "name": source.name or self.name,
-            "split": source.split or self.split,
-            "text_field": source.text_field or self.text_field,
-            "messages_field": source.messages_field if own else self.messages_field,
-        }
-        return source.model_copy(update=said)
+            found.append(source.model_copy(update=said))
+        return tuple(found)

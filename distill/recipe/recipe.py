@@ -22,8 +22,8 @@ _FREE = {
 }  # fmt: skip
 
 
-# Keys of the tables in losses, weights.py, loop.py, launch.py, optimizer.py and trackers.py. They are
-# repeated here so that reading a recipe loads no torch.
+# Keys of tables elsewhere, such as those in weights.py and optimizer.py, are repeated here so that reading a
+# recipe loads no torch.
 LossName = Literal[
     "kl", "reverse_kl", "jsd", "ce", "hidden_mse", "hidden_cosine", "attention_output", "attention_relation",
 ]  # fmt: skip
@@ -56,6 +56,8 @@ class Lora(Settings):
 _STEPS, _LARGEST_BATCH = 100, 65536
 FEW_STEPS = 50
 
+# Losses of predictions; all others compare layers.
+_OF_PREDICTIONS: tuple[LossName, ...] = ("kl", "reverse_kl", "jsd", "ce")
 # Losses that are compared on the teacher's inputs, not on the student's.
 _LAYERWISE: tuple[LossName, ...] = ("attention_output",)
 
@@ -158,6 +160,11 @@ class Stage(Settings):
     def learnt(self) -> list[LossName]:
         """The losses with a weight above 0."""
         return [name for name, weight in self.losses.items() if weight]
+
+    @property
+    def of_layers(self) -> list[LossName]:
+        """The losses with a weight above 0 that compare layers."""
+        return [name for name in self.learnt if name not in _OF_PREDICTIONS]
 
     @property
     def how(self) -> Mode:

@@ -34,26 +34,6 @@ SECTIONS: dict[str, type[Settings]] = {
 }  # fmt: skip
 
 
-def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe.
-
-    Args:
-        file: YAML, or a fold, whose recipe is the default one.
-        overrides: `key=value` with a dotted key such as `stages.0.lr=1e-4`; values are YAML.
-
-    Returns:
-        The checked recipe.
-
-    Raises:
-        InvalidInput: names the key, its value and a value that would be right.
-    """
-    content = read_content(file)
-    for override in overrides:
-        _override(content, override)
-    _fill_rates(content)
-    return Recipe.read(content, _OTHER_NAMES, file.name, SECTIONS)
-
-
 def read_content(file: Path) -> dict[str, Any]:
     """Return the keys that a recipe gives: those of a YAML file, or of the default recipe of a fold.
 
@@ -71,10 +51,11 @@ def as_recipe(
     """Return a recipe from a YAML file, a fold, a mapping of a recipe's keys, or a recipe.
 
     A mapping may have paths where a file has their texts. `settings` has values that replace the recipe's
-    own, by dotted names such as `stages.0.lr`; `overrides` is as of `read_recipe`.
+    own, by dotted names such as `stages.0.lr`, and so have `overrides`: `stages.0.lr=1e-4`, values as YAML.
 
     Raises:
-        InvalidInput: it is none of these, or something in it cannot be used.
+        InvalidInput: it is none of these, or something in it cannot be used: names the key, its value and a
+            value that would be right.
     """
     name = "recipe"
     if isinstance(recipe, Recipe):

@@ -10,21 +10,21 @@ from typing import Any
 
 from ...checkpoints.directory import check_output
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
-from ...checkpoints.record import source_directory
 from ...core.errors import InvalidInput, naming
+from ...core.hub import local_directory
 from ...models.causal_lm import describe
 from ...models.load_options import LoadOptions
 from ...texts.sources import check_source
 from ..data.samples import check_texts
 from ..parallel.launch import SHARDED
-from ..recipe.recipe import SHARED, Recipe, Stage, flatten
-from ..recipe.recipe_file import describe_key, read_content, read_recipe
+from ..recipe.recipe import Recipe, flatten
+from ..recipe.recipe_file import as_recipe, describe_key, read_content
 from ..stages.student_checkpoint import unrounded
 from ..stages.weights import check_peft
 from ..watch.held_out import check_held_out
 from ..watch.trackers import check_trackers
 from .preflight import check_stages
-from .resume import check_config
+from .resume import models_of
 
 
 def validate(file: Path, overrides: Sequence[str] = ()) -> list[str]:
@@ -39,7 +39,7 @@ def validate(file: Path, overrides: Sequence[str] = ()) -> list[str]:
     Raises:
         InvalidInput: the recipe or something that it names is wrong.
     """
-    recipe = read_recipe(file, overrides)
+    recipe = as_recipe(file, overrides=overrides)
     try:
         return check_places(recipe)
     except InvalidInput as mistake:
@@ -55,14 +55,14 @@ def check_before_launch(recipe: Recipe) -> None:
     if not recipe.output_directory.exists() and not recipe.working_directory.exists():
         check_places(recipe)
         return
-    student, teacher = models_of(recipe)
+    student, teacher = models_of(recipe, local_directory)
     if student and teacher:
         check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
 
 
 def check_places(recipe: Recipe) -> list[str]:
     """Check everything that a recipe names on this machine; result and errors as of `validate`."""
-    student, teacher = models_of(recipe)
+    student, teacher = models_of(recipe, local_directory)
     with naming({"--out": "output"}):
         check_output(recipe.output_directory)
     check_trackers(recipe.trackers)
@@ -80,40 +80,6 @@ def check_places(recipe: Recipe) -> list[str]:
         check_held_out(recipe, described, tokens)
     rounded = unrounded(student) if student else []
     return [*recipe.rounded_batches(), *recipe.few_steps(), *rounded, *sentences]
-
-
-def models_of(recipe: Recipe) -> tuple[Path | None, Path | None]:
-    """Return the directories of student and teacher; None for a model on the Hub.
-
-    Raises:
-        InvalidInput: a named directory does not exist or has no config.json.
-    """
-    student = _local("student", recipe.student)
-    if recipe.teacher not in (None, SHARED):
-        return student, _local("teacher", str(recipe.teacher))
-    if student is None:
-        return None, None
-    source = source_directory(student, "teacher")
-    if source is None:
-        raise InvalidInput(
-            f"student {recipe.student} has no kvfold.json that names its source; name the teacher"
-        )
-    return student, source
-
-
-def _local(key: str, name: str) -> Path | None:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        check_config(key, path)
-        return path
-    if name.startswith((".", "/", "~")) or path.exists() or name.count("/") > 1:
-        advice = (
-            "convert it first (kvfold convert ... --out)"
-            if key == "student"
-            else "name the directory of a model"
-        )
-        raise InvalidInput(f"{key} {name} is not a directory here; {advice}")
-    return None
 
 
 def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = None) -> dict[str, Any]:
@@ -134,24 +100,45 @@ def explain(file: Path, overrides: Sequence[str] = (), processes: int | None = N
         InvalidInput: the recipe is wrong, a stage cannot be trained with its models, or several processes are
             named for a profile with one.
     """
-    recipe = read_recipe(file, overrides)
+    from .footprint import footprint_of
+
+    recipe = as_recipe(file, overrides=overrides)
+    if recipe.profile in (None, "cpu", "single"):
+        if processes and processes > 1:
+            raise InvalidInput(
+                f"--processes {processes} needs a profile with several processes; add --set profile=ddp (or "
+                f"{', '.join(SHARDED)})"
+            )
+        processes = 1
+    student = teacher = None
+    note: str | None = "memory and time are known only for models that are directories on this machine"
+    try:
+        student, teacher = models_of(recipe, local_directory)
+    except InvalidInput as mistake:
+        note = str(mistake)
+    if student and teacher:
+        check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
+    stages = []
+    for stage in recipe.stages:
+        found = None
+        if student and teacher:
+            found = footprint_of(recipe, stage, student, teacher, processes)
+            note = None
+        stages.append(
+            {
+                "name": stage.name,
+                "mode": stage.how,
+                "losses": {name: stage.losses[name] for name in stage.learnt},
+                "train": stage.train,
+                "cache_dtype": stage.cache_dtype,
+                "lr": stage.lr,
+                "steps": recipe.steps(stage),
+                "step_tokens": recipe.step_tokens(stage),
+                "tokens": recipe.steps(stage) * recipe.step_tokens(stage),
+                "footprint": found,
+            }
+        )
     keys = _keys(recipe, "fold" if file.is_dir() else "file", read_content(file), overrides)
-    footprints, note = _footprints(recipe, _processes(recipe, processes))
-    stages = [
-        {
-            "name": stage.name,
-            "mode": stage.how,
-            "losses": {name: stage.losses[name] for name in stage.learnt},
-            "train": stage.train,
-            "cache_dtype": stage.cache_dtype,
-            "lr": stage.lr,
-            "steps": recipe.steps(stage),
-            "step_tokens": recipe.step_tokens(stage),
-            "tokens": recipe.steps(stage) * recipe.step_tokens(stage),
-            "footprint": found,
-        }
-        for stage, found in zip(recipe.stages, footprints, strict=True)
-    ]
     return {"recipe": str(file), "keys": keys, "stages": stages, "note": note}
 
 
@@ -171,53 +158,3 @@ def _keys(
                 origin = name
         rows.append({"key": key, "value": value, "from": origin, "meaning": describe_key(key)})
     return rows
-
-
-def _processes(recipe: Recipe, named: int | None) -> int:
-    if recipe.profile in (None, "cpu", "single"):
-        if named and named > 1:
-            raise InvalidInput(
-                f"--processes {named} needs a profile with several processes; add --set profile=ddp (or "
-                f"{', '.join(SHARDED)})"
-            )
-        return 1
-    import torch
-
-    if named:
-        return named
-    return max(1, torch.cuda.device_count()) if recipe.device != "cpu" else 1
-
-
-def _footprints(recipe: Recipe, processes: int) -> tuple[list[dict[str, Any] | None], str | None]:
-    student = teacher = None
-    note = "memory and time are known only for models that are directories on this machine"
-    try:
-        student, teacher = models_of(recipe)
-    except InvalidInput as mistake:
-        note = str(mistake)
-    if student is None or teacher is None:
-        return [None] * len(recipe.stages), note
-    check_stages(recipe, student, teacher, sharded=recipe.profile in SHARDED)
-    return [_footprint(recipe, stage, student, teacher, processes) for stage in recipe.stages], None
-
-
-def _footprint(recipe: Recipe, stage: Stage, student: Path, teacher: Path, processes: int) -> dict[str, Any]:
-    from ..parallel.accelerator import computes_in_bf16
-    from .footprint import footprint, matmul_rate, skeleton
-
-    bf16 = computes_in_bf16(recipe)
-    shards = processes if recipe.profile in SHARDED else 1
-    models = skeleton(student), skeleton(teacher)
-    found = footprint(recipe, stage, *models, bf16, shards, keeps_layers=recipe.profile == "zero2")
-    tokens = recipe.steps(stage) * recipe.step_tokens(stage)
-    seconds = None
-    if found.flops is not None:
-        seconds = found.flops * tokens / matmul_rate(recipe, bf16) / processes
-    return {
-        "weights": found.weights,
-        "trained": found.trained,
-        "processes": processes,
-        "memory_bytes": {**found.memory, "total": sum(found.memory.values())},
-        "flops_per_token": found.flops,
-        "seconds_at_least": seconds,
-    }

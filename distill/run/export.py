@@ -1,11 +1,8 @@
-"""A run as a whole, and the checkpoints that it writes: the student after a stage, and the output."""
+"""The checkpoints that a run writes: the student after a stage, and the output."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator
 
 from ...checkpoints.directory import copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
@@ -15,47 +12,19 @@ from ...convert.write.model_card import write_card
 from ...core.files import link_or_copy
 from ...models.code_files import copy_config
 from ...models.remote_code import ship
-from ..recipe.recipe import Recipe, Stage
+from ..recipe.recipe import Stage
 from ..stages import state
+from ..stages.stage_work import Run
 from ..stages.student_checkpoint import publish
-from ..watch.evaluation import ChosenWeights, read_evaluations, write_curve
+from ..watch.evaluation import Chosen, read_evaluations, write_curve
 from ..watch.trackers import directory_of
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """A run as a whole.
-
-    Attributes:
-        student, teacher: directories of the checkpoint to be trained and of the model to learn from.
-        partial: working directory.
-        signals: numbers of the signals received so far.
-    """
-
-    recipe: Recipe
-    accelerator: Accelerator
-    student: Path
-    teacher: Path
-    partial: Path
-    signals: list[int]
-
-    @property
-    def start(self) -> Path:
-        """The checkpoint that stages in memory start from: the last streamed stage's, or the student."""
-        streamed = [stage.name for stage in self.recipe.stages if stage.how == "stream"]
-        places = [self.partial / "stages" / name for name in reversed(streamed)]
-        return next((place for place in places if place.exists()), self.student)
-
-    def has_weights(self, found: Path) -> bool:
-        """Return whether a saved state is of a stage in memory: a streamed stage leaves a checkpoint."""
-        return self.recipe.stages[state.read_progress(found).stage].how != "stream"
-
-
-def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights | None) -> Path:
+def write_output(run: Run, record: dict[str, Any], chosen: Chosen | None) -> Path:
     """Write the distilled checkpoint into the working directory, and return where.
 
     `record` has the run's results, for kvfold.json and the model card; `chosen` is the evaluation whose
-    weights become the output, None for the last weights.
+    weights become the output, None for the last ones.
     """
     final = _checkpoint(run, run.partial / "final", chosen)
     metrics = run.partial / "metrics.jsonl"
@@ -76,7 +45,7 @@ def write_output(run: RunContext, record: dict[str, Any], chosen: ChosenWeights 
     return final
 
 
-def write_stage(run: RunContext, stage: Stage) -> None:
+def write_stage(run: Run, stage: Stage) -> None:
     """Write the student after a stage, next to the final checkpoint; all or nothing, and only once."""
     place = run.partial / "stages" / stage.name
     if run.accelerator.is_main_process and not place.exists():
@@ -85,12 +54,12 @@ def write_stage(run: RunContext, stage: Stage) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def _checkpoint(run: RunContext, directory: Path, chosen: ChosenWeights | None) -> Path:
+def _checkpoint(run: Run, directory: Path, chosen: Chosen | None) -> Path:
     """Write the newest weights, or those of an evaluation, as a checkpoint; return its directory."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     start = run.start
-    weights = state.newest(run.partial / "state") if chosen is None else chosen.state
+    weights = state.newest(run.partial / "state") if chosen is None else chosen[1]
     if weights is not None and run.has_weights(weights):
         publish(weights, start, directory)
         return directory

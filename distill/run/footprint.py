@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...models.decoder import decoder_layers
 from ...models.layered_model import LayeredModel
 from ..losses.chunks import chunk_elements
+from ..parallel.accelerator import computes_in_bf16
+from ..parallel.launch import SHARDED
 from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages.cached_teacher import cache_for
 from ..stages.weights import TRAINABLE, is_adapter, set_trainable
@@ -46,6 +48,30 @@ class Footprint:
     flops: float | None  # operations per token of the data; None for experts, which are not counted
 
 
+class _Sizes:
+    """The numbers in the parts of a model."""
+
+    def __init__(self, model: Any) -> None:
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        is_tied = head is embedding
+        self.layers = [_count(layer.parameters()) for layer in decoder_layers(model)]
+        self.around = _count(model.parameters()) - sum(self.layers)
+        self.head, self.vocabulary = head.numel(), len(head)
+        # Where a streamed stage begins: the first layer, and all that is outside of layers but for the head.
+        self.beginning = self.around + self.layers[0] - (0 if is_tied else head.numel())
+        # Matrices that tokens are multiplied with: the head, but not the embedding.
+        matrices = _count(weight for weight in model.parameters() if weight.ndim == 2)
+        self.matrices = matrices - (0 if is_tied else embedding.numel())
+
+
+def _count(weights: Iterable[Tensor]) -> int:
+    return sum(weight.numel() for weight in weights)
+
+
+def _trained(module: nn.Module) -> int:
+    return _count(weight for weight in module.parameters() if weight.requires_grad)
+
+
 def skeleton(directory: Path) -> Any:
     """Return a checkpoint's model without its weights, on the meta device.
 
@@ -53,6 +79,33 @@ def skeleton(directory: Path) -> Any:
         InvalidInput: transformers cannot build it.
     """
     return LayeredModel(open_checkpoint(directory), attention=None, place=torch.device("cpu")).model
+
+
+def footprint_of(
+    recipe: Recipe, stage: Stage, student: Path, teacher: Path, processes: int | None
+) -> dict[str, Any]:
+    """Return the cost of a stage as plain values, with a lower bound of its seconds on this machine.
+
+    `processes` divide the run; None: one per GPU, or one without a GPU.
+    """
+    if processes is None:
+        processes = max(1, torch.cuda.device_count()) if recipe.device != "cpu" else 1
+    bf16 = computes_in_bf16(recipe)
+    shards = processes if recipe.profile in SHARDED else 1
+    models = skeleton(student), skeleton(teacher)
+    found = footprint(recipe, stage, *models, bf16, shards, keeps_layers=recipe.profile == "zero2")
+    seconds = None
+    if found.flops is not None:
+        tokens = recipe.steps(stage) * recipe.step_tokens(stage)
+        seconds = found.flops * tokens / _matmul_rate(recipe, bf16) / processes
+    return {
+        "weights": found.weights,
+        "trained": found.trained,
+        "processes": processes,
+        "memory_bytes": {**found.memory, "total": sum(found.memory.values())},
+        "flops_per_token": found.flops,
+        "seconds_at_least": seconds,
+    }
 
 
 def footprint(
@@ -73,36 +126,55 @@ def footprint(
     Raises:
         InvalidInput: the stage finds nothing to train in the student.
     """
-    trainable = set_trainable(student, stage)
-    trained = sum(weight.numel() for weight in trainable)
-    own = [weight for name, weight in student.named_parameters() if not is_adapter(name)]
-    weights = sum(weight.numel() for weight in own)
+    trained = _count(set_trainable(student, stage))
+    weights = _count(weight for name, weight in student.named_parameters() if not is_adapter(name))
+    ours, theirs, size = _Sizes(student), _Sizes(teacher), 2 if bf16 else 4
+    is_cached = cache_for(stage, recipe) is not None
     shards = processes if stage.how == "end_to_end" else 1
     if stage.how == "stream":
-        memory = _streamed_bytes(student, teacher, bf16)
+        memory = _streamed_bytes(ours, theirs, max(map(_trained, decoder_layers(student))), size)
     else:
+        guide = size * (theirs.head if is_cached else theirs.around + sum(theirs.layers))
+        if recipe.teacher == SHARED:
+            guide = _unshared_bytes(stage, student, teacher)
         memory = {
             "weights": 4 * (weights + (trained if stage.train == "lora" else 0)) // shards,
             "gradients": 4 * trained // shards,
             "optimizer": _ADAMW * trained // shards,
-            "teacher": _teacher_bytes(recipe, stage, student, teacher, bf16) // shards,
+            "teacher": guide // shards,
         }
     tokens = recipe.pass_windows(stage, shards) * recipe.data.seq_len
-    memory["activations"] = tokens * _activation_bytes(recipe, stage, student, bf16)
+    memory["activations"] = tokens * size * _activations(recipe, stage, student)
     if stage.how == "end_to_end":
         device = torch.device("cuda" if _has_gpu(recipe) else "cpu")
-        memory["logits"] = 4 * _LOGITS * min(chunk_elements(device), tokens * _vocabulary(student))
+        memory["logits"] = 4 * _LOGITS * min(chunk_elements(device), tokens * ours.vocabulary)
         if device.type == "cpu" and shards == 1:
             memory["allocator"] = int(_HELD * (memory["activations"] + memory["logits"]))
     if shards > 1:
-        released = memory["activations"] + memory["logits"]
-        memory["gathered"] = _gathered_bytes(recipe, stage, student, teacher, bf16, keeps_layers, released)
-    has_experts = any("expert" in name for name, _ in student.named_modules())
-    flops = None if has_experts else _flops(recipe, stage, student, teacher)
+        largest = max(ours.layers)
+        at_work = size * (sum(ours.layers) + largest if keeps_layers else 2 * largest) + 4 * 2 * largest
+        outside = trained - sum(map(_trained, decoder_layers(student)))
+        # Activations and logits are free again when the gradients around the layers are exchanged.
+        exchanged = max(0, 4 * 2 * outside - memory["activations"] - memory["logits"])
+        around = size * (ours.around + (0 if is_cached else theirs.around))
+        memory["gathered"] = around + at_work + exchanged
+    flops = None
+    if not any("expert" in name for name, _ in student.named_modules()):
+        # Two per number of a matrix, four more in its backward pass.
+        if stage.how != "end_to_end":
+            names = TRAINABLE["attention"](student)
+            inside = (weight for name, weight in student.named_parameters() if name in names)
+            matrices = _count(weight for weight in inside if weight.ndim == 2)
+            flops = 2.0 * (theirs.matrices - theirs.head) + 6.0 * matrices
+        else:
+            changed = (weight for weight in student.parameters() if weight.requires_grad)
+            flops = 4.0 * ours.matrices + 2.0 * _count(weight for weight in changed if weight.ndim == 2)
+            flops += 2.0 * ours.matrices if recipe.gradient_checkpointing else 0.0
+            flops += 0.0 if is_cached else 2.0 * theirs.matrices
     return Footprint(weights, trained, memory, flops)
 
 
-def matmul_rate(recipe: Recipe, bf16: bool) -> float:
+def _matmul_rate(recipe: Recipe, bf16: bool) -> float:
     """Return the floating-point operations per second of a large matrix product here; no run is faster."""
     device = "cuda" if _has_gpu(recipe) else "cpu"
     size = _MATMUL[device]
@@ -119,131 +191,49 @@ def _has_gpu(recipe: Recipe) -> bool:
     return recipe.device != "cpu" and torch.cuda.is_available()
 
 
-def _vocabulary(model: Any) -> int:
-    return len(model.get_output_embeddings().weight)
+def _unshared_bytes(stage: Stage, student: Any, teacher: Any) -> int:
+    """Return the bytes of what a shared teacher has of its own."""
+    ours = {name: weight.shape for name, weight in student.named_parameters()}
+    same = {name for name, weight in teacher.named_parameters() if ours.get(name) == weight.shape}
+    shared = same - TRAINABLE[stage.train](student) - TRAINABLE["attention"](student)
+    return 4 * _count(weight for name, weight in teacher.named_parameters() if name not in shared)
 
 
-def _teacher_bytes(recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool) -> int:
-    size = 2 if bf16 else 4
-    if recipe.teacher == SHARED:
-        ours = {name: weight.shape for name, weight in student.named_parameters()}
-        same = {name for name, weight in teacher.named_parameters() if ours.get(name) == weight.shape}
-        shared = same - TRAINABLE[stage.train](student) - TRAINABLE["attention"](student)
-        return sum(4 * weight.numel() for name, weight in teacher.named_parameters() if name not in shared)
-    if cache_for(stage, recipe) is not None:
-        return int(size * teacher.get_output_embeddings().weight.numel())
-    return sum(size * weight.numel() for weight in teacher.parameters())
-
-
-def _streamed_bytes(student: Any, teacher: Any, bf16: bool) -> dict[str, int]:
+def _streamed_bytes(ours: _Sizes, theirs: _Sizes, trained: int, size: int) -> dict[str, int]:
     """Return the bytes of a stage that has one layer of each model in memory, with what that layer trains.
 
     The embedding is in memory before the layers, with one of them where the stage begins. Where that takes
     more, it counts.
     """
-    size = 2 if bf16 else 4
-    trained = max(
-        sum(weight.numel() for weight in layer.parameters() if weight.requires_grad)
-        for layer in decoder_layers(student)
-    )
     layers = {
-        "weights": 4 * _largest_layer(student),
+        "weights": 4 * max(ours.layers),
         "gradients": 4 * trained,
         "optimizer": _ADAMW * trained,
-        "teacher": size * _largest_layer(teacher),
+        "teacher": size * max(theirs.layers),
     }
-    begun = [
-        {**dict.fromkeys(layers, 0), name: each * _beginning(model)}
-        for name, each, model in (("weights", 4, student), ("teacher", size, teacher))
-    ]
+    nothing = dict.fromkeys(layers, 0)
+    begun = [{**nothing, "weights": 4 * ours.beginning}, {**nothing, "teacher": size * theirs.beginning}]
     return max([layers, *begun], key=lambda memory: sum(memory.values()))
 
 
-def _largest_layer(model: Any) -> int:
-    return max(map(_size, decoder_layers(model)))
-
-
-def _beginning(model: Any) -> int:
-    """Return the numbers of a model's first layer and of all that is outside its layers, but for the head."""
-    layers, head = decoder_layers(model), model.get_output_embeddings().weight
-    is_tied = head is model.get_input_embeddings().weight
-    return _size(model) - sum(map(_size, layers)) + _size(layers[0]) - (0 if is_tied else head.numel())
-
-
-def _gathered_bytes(
-    recipe: Recipe, stage: Stage, student: Any, teacher: Any, bf16: bool, keeps_layers: bool, released: int
-) -> int:
-    """Return the most bytes that are whole at once in a step of sharded models, in addition to `released`.
-
-    `released` counts the bytes that are free again when the gradients of the weights around the layers are
-    exchanged.
-    """
-    size = 2 if bf16 else 4
-    layers = [_size(layer) for layer in decoder_layers(student)]
-    around = size * (_size(student) - sum(layers))
-    at_work = size * (sum(layers) + max(layers) if keeps_layers else 2 * max(layers)) + 4 * 2 * max(layers)
-    theirs = 0
-    if not cache_for(stage, recipe):
-        theirs = size * (_size(teacher) - sum(map(_size, decoder_layers(teacher))))
-    inside = {id(weight) for layer in decoder_layers(student) for weight in layer.parameters()}
-    changed: list[nn.Parameter] = [
-        weight for weight in student.parameters() if weight.requires_grad and id(weight) not in inside
+def _activations(recipe: Recipe, stage: Stage, student: Any) -> int:
+    """Return the numbers per token that a forward pass keeps for the backward pass."""
+    # Adapters read what their modules read, and what they give is added, which keeps nothing.
+    layers = [
+        sum(_wide(module) for name, module in layer.named_modules() if not is_adapter(name))
+        for layer in decoder_layers(student)
     ]
-    exchanged = 4 * 2 * sum(weight.numel() for weight in changed)
-    return around + at_work + theirs + max(0, exchanged - released)
-
-
-def _size(module: nn.Module) -> int:
-    return sum((weight.numel() for weight in module.parameters()), 0)
-
-
-def _activation_bytes(recipe: Recipe, stage: Stage, student: Any, bf16: bool) -> int:
-    """Return the bytes per token of what a forward pass keeps for the backward pass."""
-    size = 2 if bf16 else 4
-    layers = [_features(layer) for layer in decoder_layers(student)]
     if stage.how != "end_to_end":
         attention = {name.rpartition(".")[0] for name in TRAINABLE["attention"](student)}
-        inside = [module for name, module in student.named_modules() if name in attention]
-        one = sum(map(_wide, inside)) // len(layers)
-    elif recipe.gradient_checkpointing:
-        one = max(layers) + len(layers) * int(student.config.get_text_config().hidden_size)
-    else:
-        one = sum(layers)
-    return size * one
-
-
-def _features(layer: nn.Module) -> int:
-    """Return the numbers per token that a layer's linear modules read and give, without adapters.
-
-    They read what their modules read, and what they give is added, which keeps nothing.
-    """
-    return sum(_wide(module) for name, module in layer.named_modules() if not is_adapter(name))
+        inside = (module for name, module in student.named_modules() if name in attention)
+        return sum(map(_wide, inside)) // len(layers)
+    if recipe.gradient_checkpointing:
+        return max(layers) + len(layers) * int(student.config.get_text_config().hidden_size)
+    return sum(layers)
 
 
 def _wide(module: nn.Module) -> int:
-    weight = dict(module.named_parameters(recurse=False)).get(
-        "weight"
-    )  # an adapter's module shows its base's
-    return sum(weight.shape) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else 0
-
-
-def _flops(recipe: Recipe, stage: Stage, student: Any, teacher: Any) -> float:
-    """Return the operations per token: two per number of a matrix, four more in its backward pass."""
-    ours, theirs = _matrices(student), _matrices(teacher)
-    if stage.how != "end_to_end":
-        names = TRAINABLE["attention"](student)
-        inside = _numbers(weight for name, weight in student.named_parameters() if name in names)
-        return 2.0 * (theirs - _numbers([teacher.get_output_embeddings().weight])) + 6.0 * inside
-    trained = _numbers(weight for weight in student.parameters() if weight.requires_grad)
-    again = 2.0 * ours if recipe.gradient_checkpointing else 0.0
-    return 4.0 * ours + 2.0 * trained + again + (0.0 if cache_for(stage, recipe) else 2.0 * theirs)
-
-
-def _matrices(model: Any) -> int:
-    """Return the numbers in all matrices that tokens are multiplied with: the head, but not the embedding."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return _numbers(model.parameters()) - (0 if embedding is head else _numbers([embedding]))
-
-
-def _numbers(weights: Iterable[torch.Tensor]) -> int:
-    return sum(weight.numel() for weight in weights if weight.ndim == 2)
+    """Return the numbers per token that a linear module reads and gives."""
+    own = dict(module.named_parameters(recurse=False))  # an adapter's module shows its base's weight
+    weight = own.get("weight")
+    return sum(weight.shape) if weight is not None and weight.ndim == 2 else 0

@@ -35,7 +35,7 @@ from ..recipe.data_section import SELF
 from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages import state
 from ..stages.cached_teacher import Needed, cache_for, cached_teacher
-from ..stages.stage_work import StageContext
+from ..stages.stage_work import Run, StageContext
 from ..stages.state import Progress
 from ..stages.stream import Streaming, describe_student, stream_stage
 from ..stages.student import open_student, rounding
@@ -43,9 +43,9 @@ from ..stages.student_checkpoint import unrounded
 from ..stages.teacher import Online, Teacher, open_teacher
 from ..watch.evaluation import TrainingEvaluation, best_kept, read_evaluations, summary
 from ..watch.held_out import check_held_out, check_unseen, open_held_out
-from ..watch.metrics import Metrics, read_lines, summarise, trim_metrics
+from ..watch.metrics import append_step, read_lines, summarise, trim_metrics
 from ..watch.trackers import check_trackers, directory_of, tracking
-from .export import RunContext, write_output, write_stage
+from .export import write_output, write_stage
 from .loop import advance, train_stage
 from .preflight import check_stages
 from .resume import check_models, complete, find_models, find_result, last_progress
@@ -99,7 +99,7 @@ def distill(recipe: Recipe) -> TrainingResult:
     already, nothing is trained and its result is returned.
 
     Args:
-        recipe: the run. `read_recipe` makes one of a YAML file, `Recipe.model_validate` of a mapping.
+        recipe: the run. `as_recipe` makes one of a YAML file, `Recipe.model_validate` of a mapping.
 
     Returns:
         The result of the run.
@@ -111,8 +111,8 @@ def distill(recipe: Recipe) -> TrainingResult:
 
     Example:
         >>> from pathlib import Path
-        >>> from kvfold.distill.recipe.recipe_file import read_recipe
-        >>> result = distill(read_recipe(Path("recipe.yaml")))  # doctest: +SKIP
+        >>> from kvfold.distill.recipe.recipe_file import as_recipe
+        >>> result = distill(as_recipe(Path("recipe.yaml")))  # doctest: +SKIP
         >>> result.output, result.steps  # doctest: +SKIP
     """
     signals: list[int] = []
@@ -124,7 +124,7 @@ def distill(recipe: Recipe) -> TrainingResult:
         check_trackers(recipe.trackers)
         accelerator = make_accelerator(recipe, directory_of(recipe))
         if models:
-            record = _distill(RunContext(recipe, accelerator, *models, partial, signals), output)
+            record = _distill(Run(recipe, accelerator, *models, partial, signals), output)
         else:
             accelerator.wait_for_everyone()  # before rank 0 removes what the others still read
             if accelerator.is_main_process:
@@ -166,7 +166,7 @@ def _less(recipe: Recipe) -> str:
     return f"{found}; kvfold distill explain predicts the memory of each stage"
 
 
-def _distill(run: RunContext, output: Path) -> dict[str, Any]:
+def _distill(run: Run, output: Path) -> dict[str, Any]:
     """Run all stages and write the output; return its record."""
     recipe, accelerator, partial = run.recipe, run.accelerator, run.partial
     check_stages(recipe, run.student, run.teacher, sharded=is_sharded())
@@ -223,7 +223,7 @@ def _claimed(partial: Path) -> Iterator[WorkDir]:
         yield work
 
 
-def _run_stages(run: RunContext, progress: Progress, found: Path | None) -> Progress:
+def _run_stages(run: Run, progress: Progress, found: Path | None) -> Progress:
     """Run all stages from `progress` on, which was read from the state `found`."""
     for index in range(progress.stage, len(run.recipe.stages)):
         stage = run.recipe.stages[index]
@@ -245,9 +245,7 @@ def _run_stages(run: RunContext, progress: Progress, found: Path | None) -> Prog
     return progress
 
 
-def _open(
-    run: RunContext, stage: Stage, latest: Path | None
-) -> tuple[StageContext, TrainingEvaluation | None]:
+def _open(run: Run, stage: Stage, latest: Path | None) -> tuple[StageContext, TrainingEvaluation | None]:
     """Return what a stage works with: the models, with the weights of a state, and the data."""
     recipe, accelerator = run.recipe, run.accelerator
     if latest and not run.has_weights(latest):
@@ -279,20 +277,17 @@ def _open(
     assert teacher
     evaluation = None
     if held_out and recipe.evaluate:
-        evaluation = TrainingEvaluation(held_out, teacher, accelerator, recipe.evaluate, run.partial)
-    context = StageContext(
-        recipe, accelerator, student.model, teacher, windows, run.partial, run.signals, units
-    )
-    return context, evaluation
+        evaluation = TrainingEvaluation(run, recipe.evaluate, held_out, teacher)
+    return StageContext(run, stage, student.model, teacher, windows, units), evaluation
 
 
-def _writes_text(run: RunContext) -> bool:
+def _writes_text(run: Run) -> bool:
     """Return whether the teacher still has to write text to train on."""
     has_own_text = any(source.source == SELF for source in run.recipe.data.sources)
     return has_own_text and not (run.partial / "tokens.bin").exists()
 
 
-def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> TrainingWindows:
+def _windows(run: Run, student: Loaded | Described, teacher: Any) -> TrainingWindows:
     """Return the data, which the first stage of a run writes; `teacher` is the model that writes text."""
     tokens = run.partial / "tokens.bin"
     is_missing = not tokens.exists()
@@ -317,7 +312,7 @@ def _windows(run: RunContext, student: Loaded | Described, teacher: Any) -> Trai
     return windows
 
 
-def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:
+def _stream(run: Run, stage: Stage, progress: Progress) -> Progress:
     """Run a stage that has one layer in memory at a time.
 
     Its result is a checkpoint in stages/NAME, not a state.
@@ -327,15 +322,11 @@ def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:
         raise InvalidInput(
             f"stage {stage.name}: mode: stream runs in one process; use --profile single, or mode: layerwise"
         )
-    place = run.partial / "stages" / stage.name
-    work = place.with_name(f"{stage.name}.stream")
     student = describe_student(run.start, run.teacher, recipe.data.seq_len)
     windows = _windows(run, student, None)
     if recipe.evaluate:  # the first stage in memory opens it, which would be late to find it wrong
         check_held_out(recipe, student, windows.tokens)
-    models = run.start, run.teacher
-    given = Streaming(recipe, stage, *models, windows, progress.cursor, work, run.accelerator, run.signals)
-    metrics = Metrics(run.partial / "metrics.jsonl", stage.name, progress.tokens)
+    given = Streaming(run, stage, run.start, windows, progress.cursor)
 
     def save() -> None:
         state.save(run.partial / "state", progress, state.Gathered(), recipe.save.keep)
@@ -344,9 +335,9 @@ def _stream(run: RunContext, stage: Stage, progress: Progress) -> Progress:
         if state.newest(run.partial / "state") is None:  # a state to resume from must not be put at risk
             save()
 
-    for losses in stream_stage(given, place, begin):
+    for losses in stream_stage(given, begin):
         progress = advance(recipe, stage, progress)
-        metrics.record(progress, losses)
+        append_step(run.partial / "metrics.jsonl", stage.name, progress, losses)
     save()
-    shutil.rmtree(work)
+    shutil.rmtree(given.work)
     return progress

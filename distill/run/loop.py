@@ -4,16 +4,13 @@ It can resume from every saved step; on a CPU to the same bits.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from ...core.errors import InvalidInput
 from ...core.signals import Interrupted, deferred
-from ..display import stage_table
-from ..recipe.recipe import Mode, Recipe, Stage
+from ..display import progress_table
+from ..recipe.recipe import Recipe, Stage
 from ..stages import state
 from ..stages.align import Alignment
 from ..stages.end_to_end import EndToEnd
@@ -22,12 +19,6 @@ from ..stages.stage_work import StageContext, StageWork, sum_over_processes
 from ..stages.state import Progress
 from ..watch.evaluation import TrainingEvaluation
 from ..watch.report import StageReport
-
-# The work of a stage by its mode; streamed stages have no loop over the whole student.
-WORK: dict[Mode, Callable[[StageContext, Stage, Path | None], StageWork]] = {
-    "end_to_end": EndToEnd,
-    "layerwise": Alignment,
-}
 
 
 def train_stage(
@@ -45,14 +36,14 @@ def train_stage(
             not correspond.
         Interrupted: after the step in which a signal arrived.
     """
-    recipe = context.recipe
-    stage = recipe.stages[progress.stage]
+    run, stage = context.run, context.stage
+    recipe, accelerator = run.recipe, run.accelerator
     steps = recipe.steps(stage)
-    work = WORK[stage.how](context, stage, found)
+    work: StageWork = (Alignment if stage.how == "layerwise" else EndToEnd)(context, found)
     stopped = 0
-    with stage_table(stage.name, steps) as show:
-        report = StageReport(context, stage, work, progress, show, evaluation)
-        with deferred(context.signals):
+    with progress_table(stage.name, steps) as show:
+        report = StageReport(context, work, progress, show, evaluation)
+        with deferred(run.signals):
             while progress.step < steps and not stopped:
                 rate = learning_rate(stage, progress.step, steps)
                 losses, stopped = work.accumulate(progress.cursor)
@@ -66,13 +57,16 @@ def train_stage(
                 report.record(progress, {**losses, "lr": rate, "grad_norm": norm})
                 ends = progress.step == steps
                 if stopped or ends or progress.total_steps % recipe.save.every == 0:
-                    save_state(context, progress, None if ends else work.optimizer)
+                    gathered = state.Gathered(context.student, None if ends else work.optimizer)
+                    place, keep = run.partial / "state", recipe.save.keep
+                    state.save(place, progress, gathered, keep, writes=accelerator.is_main_process)
+                    accelerator.wait_for_everyone()
             # A signal may have arrived after the sums of the last step were formed.
-            stopped = stopped or sum_over_processes(context, {})[1]
+            stopped = stopped or sum_over_processes(run, {})[1]
             if stopped:
                 step = f"step {progress.step} of {steps} of stage {stage.name}"
                 raise Interrupted(stopped, f"stopped after {step}")
-    context.accelerator.free_memory()
+    accelerator.free_memory()
     return progress
 
 
@@ -86,13 +80,3 @@ def advance(recipe: Recipe, stage: Stage, progress: Progress) -> Progress:
         cursor=progress.cursor + windows,
         tokens=progress.tokens + windows * recipe.data.seq_len,
     )
-
-
-def save_state(context: StageContext, progress: Progress, optimizer: torch.optim.Optimizer | None) -> None:
-    """Save the state of a step; without an optimizer at a stage's end. All processes call it."""
-    gathered = state.Gathered(context.student, optimizer)
-    if context.accelerator.is_main_process:
-        state.save(context.partial / "state", progress, gathered, context.recipe.save.keep)
-    else:
-        gathered.discard()
-    context.accelerator.wait_for_everyone()

@@ -10,14 +10,13 @@ from ...checkpoints.directory import check_side_files
 from ...core.errors import InvalidInput
 from ...models.decoder import Decoder
 from ...models.teacher_cache import check_place
-from ..losses import LOSSES
-from ..recipe.recipe import Recipe, Stage
+from ..losses.layers import comparable
+from ..recipe.recipe import SHARED, Recipe, Stage
 from ..stages.align import adds, check_inside
 from ..stages.cached_teacher import OPTION
 from ..stages.objective import check_layers
 from ..stages.stream import describe_student
 from ..stages.student import rounding
-from ..stages.teacher import check_whole
 from ..stages.weights import find_trained
 from .footprint import skeleton
 
@@ -43,7 +42,11 @@ def check_stages(recipe: Recipe, student: Path, teacher: Path, *, sharded: bool)
         models = None  # it cannot be built by layers, or at all; loading reports that before the first stage
     for stage in recipe.stages:
         try:
-            check_whole(recipe, sharded and stage.how == "end_to_end")
+            if sharded and stage.how == "end_to_end" and recipe.teacher == SHARED:
+                raise InvalidInput(
+                    "teacher: shared needs whole models in every process; write teacher: null, or use "
+                    "--profile ddp"
+                )
             if models:
                 _check_stage(stage, *models)
         except InvalidInput as mistake:
@@ -77,11 +80,9 @@ def _check_stage(stage: Stage, student: Any, teacher: Any) -> None:
         adds(ours, Decoder(teacher))
         check_inside(stage, trained, ours)
         return
-    compared = [LOSSES[name] for name in stage.learnt if LOSSES[name].reads != "logits"]
-    if compared:
+    if stage.of_layers:
         check_layers(len(Decoder(student)), len(Decoder(teacher)))
-    sizes = [model.config.get_text_config().hidden_size for model in (student, teacher)]
-    one, other = (torch.zeros(1, size) for size in sizes)
-    for loss in compared:
-        if loss.reads == "hidden":
-            loss(one, other)
+    for name in stage.of_layers:
+        if name.startswith("hidden"):
+            sizes = (model.config.get_text_config().hidden_size for model in (student, teacher))
+            comparable(name, *(torch.zeros(1, size) for size in sizes))

@@ -4,45 +4,35 @@ A run that was killed at any moment resumes when the same recipe is given again:
 from its output if that exists already, or from nothing.
 """
 
-import re
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ...checkpoints.directory import check_output
 from ...checkpoints.identity import fingerprint
 from ...checkpoints.record import read_record, source_directory
-from ...core.console import notice
 from ...core.errors import InvalidInput, naming
 from ...core.hub import resolve
-from ..data.token_store import holds_same
 from ..recipe.recipe import SHARED, Recipe, differences
 from ..stages import state
 from ..stages.state import Progress
 
 _RESULT = {"recipe", "models", "student", "teacher", "steps", "tokens", "stages"}  # a finished run's record
-_STAGE = re.compile(r"stages\[(\d+)\]")
+# Advice to use an option of another command becomes advice to set a key of the recipe.
+_NAMES = {"--out": "--set output=DIR", "--teacher": "--set teacher=DIR"}
 
 
 def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
-    """Return the directories of student and teacher.
+    """Return the directories of student and teacher, which are downloaded if that is needed.
 
     Raises:
-        InvalidInput: one does not exist, or the output would be inside one.
+        InvalidInput: as of `models_of`, or the output would be inside one.
     """
-    with as_settings():
-        student = _resolve("student", recipe.student)
-        named = recipe.teacher not in (None, SHARED)
-        teacher = _resolve("teacher", str(recipe.teacher)) if named else source_directory(student)
-    if teacher is None:
-        raise InvalidInput(
-            f"{student} has no kvfold.json that names its source; name the teacher with --set teacher=DIR"
-        )
+    with naming(_NAMES):
+        student, teacher = models_of(recipe, resolve)
+    assert student
+    assert teacher
     for directory in (student, teacher):
         if output.resolve().is_relative_to(directory.resolve()):
             raise InvalidInput(
@@ -52,26 +42,34 @@ def find_models(recipe: Recipe, output: Path) -> tuple[Path, Path]:
     return student, teacher
 
 
-def _resolve(role: str, name: str) -> Path:
+def models_of(recipe: Recipe, find: Callable[[str], Path | None]) -> tuple[Path | None, Path | None]:
+    """Return the directories of student and teacher, as `find` finds them; None for what it does not look up.
+
+    Raises:
+        InvalidInput: one does not exist or has no config.json, or there is no teacher.
+    """
+    student = _found("student", recipe.student, find)
+    if recipe.teacher not in (None, SHARED):
+        return student, _found("teacher", str(recipe.teacher), find)
+    if student is None:
+        return None, None
+    teacher = source_directory(student)
+    if teacher is None:
+        raise InvalidInput(
+            f"{student} has no kvfold.json that names its source; name the teacher with --set teacher=DIR"
+        )
+    return student, teacher
+
+
+def _found(role: str, name: str, find: Callable[[str], Path | None]) -> Path | None:
     try:
-        directory = resolve(name)
+        directory = find(name)
     except InvalidInput as mistake:
-        raise InvalidInput(f"{role} {mistake}") from None
-    check_config(role, directory)
-    return directory
-
-
-def check_config(role: str, directory: Path) -> None:
-    """Refuse a directory without a config.json as student or teacher."""
-    if not (directory / "config.json").is_file():
+        first = "; convert it first (kvfold convert ... --out)" if role == "student" else ""
+        raise InvalidInput(f"{role} {mistake}{first}") from None
+    if directory and not (directory / "config.json").is_file():
         raise InvalidInput(f"{role} {directory} has no config.json; name the directory that holds the model")
-
-
-@contextmanager
-def as_settings() -> Iterator[None]:
-    """Turn advice to use an option of another command into advice to set a key of the recipe."""
-    with naming({"--out": "--set output=DIR", "--teacher": "--set teacher=DIR"}):
-        yield
+    return directory
 
 
 def find_result(recipe: Recipe, output: Path) -> dict[str, Any] | None:
@@ -87,7 +85,7 @@ def find_result(recipe: Recipe, output: Path) -> dict[str, Any] | None:
         is_same = record.keys() >= _RESULT and not differences(record["recipe"], recipe.resolved())
         if is_same and record["models"] == fingerprints(*find_models(recipe, output)):
             return {key: value for key, value in record.items() if key != "recipe"}
-    with as_settings():
+    with naming(_NAMES):
         check_output(output)
     return None
 
@@ -102,8 +100,7 @@ def last_progress(
 ) -> tuple[Progress, Path | None]:
     """Return where an earlier run of the recipe stopped, and the state saved there.
 
-    Without an earlier run they are the beginning and None. The earlier run may have had other stages after
-    those that it had begun, as long as its work is what this recipe asks for.
+    Without an earlier run they are the beginning and None.
 
     Raises:
         InvalidInput: the earlier run had another recipe or other models.
@@ -113,10 +110,12 @@ def last_progress(
     if found is None:
         return Progress(recipe=recipe.resolved(), models=models), None
     progress = state.read_progress(found)
-    _check_changes(progress, recipe, partial)
-    stages = recipe.stages
-    if progress.stage >= len(stages) or progress.step > recipe.steps(stages[progress.stage]):
-        raise InvalidInput(f"{found} is no training state of this recipe; remove {partial} to start over")
+    changed = differences(progress.recipe, recipe.resolved())
+    if changed:
+        raise InvalidInput(
+            f"the recipe differs from the one that {partial} was started with in {', '.join(changed)}; "
+            "change it back to resume, or name another output to start over"
+        )
     check_models(progress.models, partial, student, teacher)
     return replace(progress, recipe=recipe.resolved(), models=models), found
 
@@ -133,50 +132,6 @@ def check_models(known: Mapping[str, str], partial: Path, student: Path, teacher
                 f"the {role} {directory} is not the checkpoint that {partial} was started with; put that "
                 "one back to resume, or name another output to start over"
             )
-
-
-def _check_changes(progress: Progress, recipe: Recipe, partial: Path) -> None:
-    """Refuse a recipe that would change what is done already; give notice of changes in later stages."""
-    changed = differences(progress.recipe, recipe.resolved())
-    if not changed:
-        return
-    _refuse(changed, progress.stage, partial)
-    try:
-        before = Recipe.model_validate(progress.recipe)
-    except ValidationError:  # from another version, with other keys
-        _refuse(changed, sys.maxsize, partial)
-        raise
-    _refuse(changed, max(_begun(one, partial) for one in (before, recipe)), partial)
-    if not holds_same(partial / "tokens.bin", recipe.data, before.windows, recipe.windows):
-        raise InvalidInput(
-            f"the recipe reads {recipe.windows} windows of text, but {partial} was started with "
-            f"{before.windows}, which would change the order of the text in the finished part; give the "
-            "stages that have not begun as many tokens as before, or name another output to start over"
-        )
-    notice(f"resuming with a recipe that differs in stages not yet begun: {', '.join(changed)}")
-
-
-def _refuse(changed: list[str], begun: int, partial: Path) -> None:
-    """Refuse all changes but those of stages behind the one with the index `begun`."""
-    done = [key for key in changed if not (found := _STAGE.match(key)) or int(found[1]) <= begun]
-    if done:
-        raise InvalidInput(
-            f"the recipe differs from the one that {partial} was started with in {', '.join(done)}; "
-            "change it back to resume, or name another output to start over"
-        )
-
-
-def _begun(recipe: Recipe, partial: Path) -> int:
-    """Return the index of the last stage that left layers or a checkpoint, which no state records; or -1."""
-    places = partial / "stages"
-    return max(
-        (
-            at
-            for at, stage in enumerate(recipe.stages)
-            if stage.how == "stream" or (places / stage.name).exists()
-        ),
-        default=-1,
-    )
 
 
 def fingerprints(student: Path, teacher: Path) -> dict[str, str]:

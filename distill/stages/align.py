@@ -20,7 +20,7 @@ from ...convert.formats.blocks import folded_block
 from ...core.errors import InvalidInput
 from ...models.decoder import Decoder, LayerCall
 from ..data.batch import Batch
-from ..losses import attention_output
+from ..losses.layers import attention_output
 from ..recipe.recipe import Stage
 from . import state
 from .capture import Captured
@@ -42,8 +42,8 @@ class Alignment:
             of attention.
     """
 
-    def __init__(self, context: StageContext, stage: Stage, found: Path | None) -> None:
-        self._context, self._stage = context, stage
+    def __init__(self, context: StageContext, found: Path | None) -> None:
+        self._context, stage = context, context.stage
         trainable = set_trainable(context.student, stage)
         if found:
             state.restore_weights(found, context.student)  # again, since the adapters exist only now
@@ -59,10 +59,9 @@ class Alignment:
 
     def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
         """Form the gradient of one step, as `StageWork` says; the losses include that of each layer."""
-        context = self._context
-        accelerator = context.accelerator
+        accelerator = self._context.run.accelerator
         totals: dict[str, Tensor] = {}
-        for batch, _ in context.micro_batches(self._stage, cursor):
+        for batch, _ in self._context.micro_batches(cursor):
             calls = self._student.calls(**batch.inputs)
 
             def see(
@@ -74,7 +73,7 @@ class Alignment:
                     totals[f"{name}.{number}"] = totals.get(f"{name}.{number}", 0) + value
 
             self._teacher.show_layers(batch, see)
-        sums, stopped = sum_over_processes(context, totals)
+        sums, stopped = sum_over_processes(self._context.run, totals)
         errors = []
         for number, weights in enumerate(self._layers):
             power = sums[f"power.{number}"]  # of the targets over all processes
@@ -86,18 +85,16 @@ class Alignment:
 
     def step(self, rate: float) -> float:
         """Take one step as `StageWork` says; the norm is that of the whole gradient."""
-        norms = [clip(weights, self._stage) for weights in self._layers]
+        norms = [clip(weights, self._context.stage) for weights in self._layers]
         return take_step(self.optimizer, rate, math.hypot(*norms))
 
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: Teacher) -> dict[str, Tensor]:
         """Measure the whole student as `StageWork` says."""
-        objective = Objective(self._context.student, self._stage)
-        with self._context.accelerator.autocast():
-            sums: dict[str, Tensor] = objective(
-                batch, TeacherView(teacher.predictions(batch), Captured()), measuring=True
-            )
-        return sums
+        objective = Objective(self._context.student, self._context.stage)
+        view = TeacherView(teacher.predictions(batch), Captured())
+        with self._context.run.accelerator.autocast():
+            return objective.forward(batch, view, measuring=True)
 
 
 def learn(

@@ -15,16 +15,14 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ...checkpoints.identity import check_signature, hashes_of, signature
+from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.processes import from_first
 from ...models import teacher_cache
 from ...models.teacher_cache import TeacherCache, parts, window_keys
 from ..data.batch import Batch, Batches
-from ..display import progress_bar
-from ..losses import LOSSES
 from ..losses.predictions import Predictions
 from ..recipe.recipe import Recipe, Stage
-from .capture import Captured
 from .teacher import Online
 
 OPTION = "teacher_cache"
@@ -50,24 +48,13 @@ class CachedTeacher:
         hidden_TD = self._cache.hidden(keys(batch)).flatten(0, 1).to(self._device, self._weight_VD.dtype)
         return Predictions(hidden_TD, self._weight_VD, self._bias_V, self._form)
 
-    def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
-        """Refuse; see `Teacher`.
-
-        Raises:
-            InvalidInput: the cache has no layers.
-        """
-        raise InvalidInput(
-            f"{OPTION} {self._cache.directory} holds last hidden states only; for losses on layers leave "
-            "it out"
-        )
-
 
 def cache_for(stage: Stage, recipe: Recipe) -> Path | None:
     """Return the directory of the cache that a stage can learn from.
 
     None where the recipe names none, or the stage compares layers.
     """
-    if recipe.teacher_cache is None or any(LOSSES[name].reads != "logits" for name in stage.learnt):
+    if recipe.teacher_cache is None or stage.of_layers:
         return None
     return Path(recipe.teacher_cache).expanduser()
 
@@ -138,11 +125,8 @@ def write_cache(
             [key for key in file if key in missing]
             for file in files[accelerator.process_index :: accelerator.num_processes]
         ]
-        with progress_bar("teacher", len(mine)) as show:
-            for done, file in enumerate(mine, 1):
-                if file:
-                    cache.write(file, _hidden(teacher, batches, [cursors[key] for key in file], dtype))
-                show(done, "")
+        for file in filter(None, progress(mine, "teacher", len(mine))):
+            cache.write(file, _hidden(teacher, batches, [cursors[key] for key in file], dtype))
     accelerator.wait_for_everyone()
 
 

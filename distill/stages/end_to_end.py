@@ -15,7 +15,6 @@ from ...models.decoder import decoder_layers
 from ..data.batch import Batch
 from ..parallel.sharding import call_inside, distribute, reshard, shard_teacher, without_sync
 from ..parallel.tensors import full_tensor
-from ..recipe.recipe import Stage
 from . import state
 from .capture import Captured
 from .objective import Objective, TeacherView
@@ -33,28 +32,28 @@ class EndToEnd:
     of the whole step. So neither the number of processes nor the size of a micro-batch changes the gradient.
     """
 
-    def __init__(self, context: StageContext, stage: Stage, found: Path | None) -> None:
-        self._context = context
-        self._stage = stage
+    def __init__(self, context: StageContext, found: Path | None) -> None:
+        self._context, stage, recipe = context, context.stage, context.run.recipe
         set_trainable(context.student, stage)
         if found and stage.train == "lora" and context.units is None:
             state.restore_weights(found, context.student)  # again, since the adapters exist only now
         objective = Objective(context.student, stage)
         # Hooks come and go where layers are compared, and each change would compile again.
-        compiling = context.recipe.compile and not objective.sees_layers
-        if compiling or context.recipe.gradient_checkpointing:
+        compiling = recipe.compile and not stage.of_layers
+        if compiling or recipe.gradient_checkpointing:
             for layer in decoder_layers(context.student):
-                if context.recipe.gradient_checkpointing:
+                if recipe.gradient_checkpointing:
                     layer.forward = _recomputed(layer.forward)
                 if compiling:
                     layer.compile()
         shard_teacher(context.teacher)
+        accelerator = context.run.accelerator
         if "hidden_mse" in stage.learnt:
-            objective.calibrate(context.teacher, context.windows.batch([0]).to(context.accelerator.device))
+            objective.calibrate(context.teacher, context.windows.batch([0]).to(accelerator.device))
         self._view = objective.view
-        self._objective = distribute(context.accelerator, objective, context.student, context.units)
+        self._objective = distribute(accelerator, objective, context.student, context.units)
         if context.units:
-            call_inside(self._objective, partial(check_model, context.units.loaded, context.recipe))
+            call_inside(self._objective, partial(check_model, context.units.loaded, recipe))
         trainable = [parameter for parameter in context.student.parameters() if parameter.requires_grad]
         self.optimizer = adamw(trainable, stage)
         if found:
@@ -62,24 +61,24 @@ class EndToEnd:
 
     def accumulate(self, cursor: int) -> tuple[dict[str, float], int]:
         """Form the gradient as `StageWork` says; losses are in nats per token."""
-        context, accelerator = self._context, self._context.accelerator
-        count = context.recipe.step_windows(self._stage)
+        context, accelerator = self._context, self._context.run.accelerator
+        count = context.run.recipe.step_windows(context.stage)
         tokens = max(1, context.windows.scored(range(cursor, cursor + count)))
         totals: dict[str, Tensor] = {}
-        for batch, is_last in context.micro_batches(self._stage, cursor):
+        for batch, is_last in context.micro_batches(cursor):
             with nullcontext() if is_last else without_sync(accelerator, self._objective):
                 sums = self._objective(batch, self._view(context.teacher, batch))
                 # Gradients are averaged over processes; the factor makes them their sum.
                 accelerator.backward(sums.pop("loss") * (accelerator.num_processes / tokens))
             totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-        values, stopped = sum_over_processes(context, totals)
+        values, stopped = sum_over_processes(context.run, totals)
         return {name: value / tokens for name, value in values.items()}, stopped
 
     def step(self, rate: float) -> float:
         """Take one step as `StageWork` says."""
         trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        limit = self._stage.grad_clip or math.inf
-        norm = full_tensor(self._context.accelerator.clip_grad_norm_(trainable, limit))
+        limit = self._context.stage.grad_clip or math.inf
+        norm = full_tensor(self._context.run.accelerator.clip_grad_norm_(trainable, limit))
         return take_step(self.optimizer, rate, float(norm))
 
     @torch.no_grad()

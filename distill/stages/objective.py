@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ...core.errors import InvalidInput
 from ..data.batch import IGNORED, Batch
-from ..losses import LOSSES, attention_relation, hidden_cosine, hidden_mse, mix
-from ..losses.layers import power_of
+from ..losses.criteria import CRITERIA
+from ..losses.layers import attention_relation, hidden_cosine, hidden_mse, power_of
 from ..losses.predictions import Predictions, predict
+from ..losses.vocabulary import mix
 from ..recipe.recipe import LossName, Stage
 from .capture import Captured, capturing
-from .teacher import Teacher
+from .teacher import Online, Teacher
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,16 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self._stage = stage
-        self._reads = {LOSSES[name].reads for name in stage.learnt}
+        self._compares_attention = "attention_relation" in stage.learnt
         self._powers: list[Tensor] = []
-
-    @property
-    def sees_layers(self) -> bool:
-        """True if it compares outputs of layers, not only predictions."""
-        return self._reads != {"logits"}
 
     @torch.no_grad()
     def view(self, teacher: Teacher, batch: Batch) -> TeacherView:
         """Return the teacher's values that the losses need."""
-        if not self.sees_layers:
+        if not self._stage.of_layers:
             return TeacherView(teacher.predictions(batch), Captured())
-        return TeacherView(*teacher.captured(batch, attention="attention" in self._reads))
+        assert isinstance(teacher, Online), "a cache of last hidden states has no layers"
+        return TeacherView(*teacher.captured(batch, attention=self._compares_attention))
 
     def calibrate(self, teacher: Teacher, batch: Batch) -> None:
         """Measure the size of the teacher's hidden states on one batch; their errors are relative to it.
@@ -85,30 +82,26 @@ class Objective(nn.Module):
         scored_T = labels_T != IGNORED
         if measuring:
             student = predict(self.model, batch).at(scored_T)
-            return mix(student, teacher.predictions.at(scored_T), labels_T[scored_T], {"ce": 1.0}).sums
-        if not self.sees_layers:
-            return self._of_logits(predict(self.model, batch), teacher, labels_T, scored_T)
-        with capturing(self.model, attention="attention" in self._reads) as layers:
+            return mix(student, teacher.predictions.at(scored_T), labels_T[scored_T], {"ce": 1.0})[1]
+        layers = None
+        if self._stage.of_layers:
+            with capturing(self.model, attention=self._compares_attention) as layers:
+                student = predict(self.model, batch)
+        else:
             student = predict(self.model, batch)
-        sums = self._of_logits(student, teacher, labels_T, scored_T)
-        for name, value in self._of_layers(layers, teacher.layers, batch, scored_T).items():
-            sums["loss"] = sums["loss"] + self._stage.losses[name] * value
-            sums[name] = value.detach()
-        return sums
-
-    def _of_logits(
-        self, student: Predictions, teacher: TeacherView, labels_T: Tensor, scored_T: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the losses of the vocabulary; without any, their measures."""
-        mixed = mix(
+        loss, sums = mix(
             student.at(scored_T),
             teacher.predictions.at(scored_T),
             labels_T[scored_T],
-            {name: weight for name, weight in self._stage.losses.items() if LOSSES[name].reads == "logits"},
+            {name: weight for name, weight in self._stage.losses.items() if name in CRITERIA},
             temperature=self._stage.temperature,
             beta=self._stage.jsd_beta,
         )
-        return {"loss": mixed.loss, **mixed.sums}
+        if layers is not None:
+            for name, value in self._of_layers(layers, teacher.layers, batch, scored_T).items():
+                loss = loss + self._stage.losses[name] * value
+                sums[name] = value.detach()
+        return {"loss": loss, **sums}
 
     def _of_layers(
         self, student: Captured, teacher: Captured, batch: Batch, scored_T: Tensor
@@ -122,6 +115,7 @@ class Objective(nn.Module):
             [hidden_BSD.flatten(0, 1)[scored_T] for hidden_BSD in one.hidden] for one in (student, teacher)
         )
         scored_BS = scored_T.view_as(batch.labels_BS)
+        # Their order decides how their sum is rounded.
         of_layer: dict[LossName, Callable[[int], list[Tensor]]] = {
             "hidden_mse": lambda layer: [
                 hidden_mse(ours[layer], theirs[layer], power=self._powers[layer])[0]
@@ -133,9 +127,9 @@ class Objective(nn.Module):
             ],
         }
         found: dict[LossName, Tensor] = {}
-        for name in LOSSES:  # in the table's order, which decides how their sum is rounded
-            if name in self._stage.learnt and LOSSES[name].reads != "logits":
-                values = [value for layer in range(len(ours)) for value in of_layer[name](layer)]
+        for name, losses in of_layer.items():
+            if name in self._stage.learnt:
+                values = [value for layer in range(len(ours)) for value in losses(layer)]
                 found[name] = torch.stack(values).mean()
         return found
 

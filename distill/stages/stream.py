@@ -17,18 +17,16 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ...checkpoints.directory import finish
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.shards import read_header
 from ...convert.formats import to_published, to_trainable
-from ...core.disk import disk_error, disk_sentence, writing_errors
 from ...core.errors import InvalidInput
 from ...core.files import load_whole, save_whole
 from ...core.signals import Interrupted
@@ -39,11 +37,12 @@ from ...models.layered_model import LayeredModel
 from ...models.load_options import LoadOptions
 from ..data.batch import Batch
 from ..data.order import TrainingWindows
-from ..display import Show, progress_bar
-from ..recipe.recipe import Recipe, Stage
+from ..display import Show, progress_table
+from ..recipe.recipe import Stage
 from .align import Adds, adds, clip, learn, step_losses, weights_of
 from .isolation import isolate_documents
 from .optimizer import adamw, learning_rate, take_step
+from .stage_work import Run
 from .student import check_positions
 from .student_checkpoint import unchanged, writing
 
@@ -53,35 +52,39 @@ class Streaming:
     """The input of a stage with mode: stream.
 
     Attributes:
-        student, teacher: directories of the checkpoint to be trained and of the model to learn from.
+        student: directory of the checkpoint to be trained.
         cursor: of the stage's first window.
-        work: directory for unfinished work.
-        signals: numbers of the signals received so far.
     """
 
-    recipe: Recipe
+    run: Run
     stage: Stage
     student: Path
-    teacher: Path
     windows: TrainingWindows
     cursor: int
-    work: Path
-    accelerator: Accelerator
-    signals: list[int]
+
+    @property
+    def out(self) -> Path:
+        """The directory of the checkpoint that the stage writes."""
+        return self.run.partial / "stages" / self.stage.name
+
+    @property
+    def work(self) -> Path:
+        """The directory of unfinished work."""
+        return self.out.with_name(f"{self.stage.name}.stream")
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the teacher and of the hidden states between its layers."""
-        return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
+        return torch.bfloat16 if self.run.accelerator.mixed_precision == "bf16" else torch.float32
 
     @property
     def steps(self) -> int:
         """The optimizer steps of the stage, the same for every layer."""
-        return self.recipe.steps(self.stage)
+        return self.run.recipe.steps(self.stage)
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, in order."""
-        count, size = self.recipe.step_windows(self.stage), self.stage.micro_batch
+        count, size = self.run.recipe.step_windows(self.stage), self.stage.micro_batch
         first = self.cursor + step * count
         for start in range(first, first + count, size):
             yield self.windows.batch(range(start, min(start + size, first + count)))
@@ -93,8 +96,8 @@ class Streaming:
         hidden_WSD = torch.cat([hidden_BSD.to("cpu", self.dtype) for hidden_BSD in hidden])
         save_whole({"hidden": hidden_WSD}, place / f"step-{step:05d}.safetensors")
 
-    def read(self, number: int, step: int, width: int) -> Tensor:
-        """Return the hidden states (W, S, D) of a step, on the CPU; `width` is D.
+    def read(self, number: int, step: int) -> Tensor:
+        """Return the hidden states (W, S, D) of a step, on the CPU.
 
         An earlier start on another machine may have stored them in another precision. Layers that are aligned
         already keep the precision of the earlier start.
@@ -102,25 +105,34 @@ class Streaming:
         Raises:
             InvalidInput: the file is missing or damaged.
         """
-        file = self.boundary(number) / f"step-{step:05d}.safetensors"
-        hidden_WSD = (load_whole(file) or {}).get("hidden")
-        shape = (self.recipe.step_windows(self.stage), self.recipe.data.seq_len, width)
-        known = (torch.float32, torch.bfloat16)
-        if hidden_WSD is None or tuple(hidden_WSD.shape) != shape or hidden_WSD.dtype not in known:
+        return self.load(self.boundary(number) / f"step-{step:05d}.safetensors")["hidden"].to(self.dtype)
+
+    def load(self, file: Path) -> dict[str, Tensor]:
+        """Return the tensors of a file of the unfinished work.
+
+        Raises:
+            InvalidInput: the file is missing or damaged.
+        """
+        found = load_whole(file)
+        if found is None:
             raise InvalidInput(f"{file} is damaged; remove {self.work} to begin the stage again")
-        return hidden_WSD.to(self.dtype)
+        return found
 
     def boundary(self, number: int) -> Path:
         """Return the directory of the hidden states that enter a layer."""
         return self.work / f"boundary-{number:05d}"
 
+    @property
+    def finished(self) -> list[Path]:
+        """The files of the layers that are aligned, in order."""
+        return sorted(self.work.glob("layer-*.safetensors"))
 
-def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list[dict[str, float]]:
+
+def stream_stage(given: Streaming, begun: Callable[[], None]) -> list[dict[str, float]]:
     """Align every layer in turn, and write the student with its new attention.
 
     Args:
-        given: the input; `given.work` may hold the work of an earlier start.
-        out: a directory for the checkpoint; if it exists, an earlier start has written it.
+        given: the input; `given.work` may hold the work of an earlier start, and `given.out` its checkpoint.
         begun: called when everything is checked and training begins: from then on the work is worth keeping.
 
     Returns:
@@ -131,41 +143,31 @@ def stream_stage(given: Streaming, out: Path, begun: Callable[[], None]) -> list
         Interrupted: a signal arrived; the layer at work will be begun again.
     """
     given.work.mkdir(parents=True, exist_ok=True)
-    try:
-        student = _Side(given.student, given, torch.float32)
-        teacher = _Side(given.teacher, given, given.dtype)
-        width = teacher.layered.model.config.get_text_config().hidden_size
-        need = 2 * given.dtype.itemsize * given.steps * given.recipe.step_tokens(given.stage) * width
-        held = sum(file.stat().st_size for file in given.work.rglob("*") if file.is_file())
-        free = shutil.disk_usage(given.work).free + held
-        if need > free:
-            raise InvalidInput(
-                f"mode: stream stores hidden states between layers on disk, which takes {need:,} bytes, but "
-                f"{given.work} has {free:,}; give the stage fewer tokens, or name an output on a larger disk"
-            )
-        change, layers = adds(student.decoder, teacher.decoder), len(teacher.decoder)
-        done = _finished(given, layers)
-        if done == 0:
-            with teacher.layered.rest(without="head"):
-                for step in range(given.steps):
-                    batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
-                    embedded = (teacher.decoder.embedded(**batch.inputs) for batch in batches)
-                    given.store(0, step, embedded)
-        begun()
-        bar = progress_bar(given.stage.name, layers * given.steps, done * given.steps)
-        with bar as show, student.layered.rest(without="ends"), teacher.layered.rest(without="ends"):
-            for number in range(done, layers):
-                _Layer(given, student, teacher, change, number).align(show)
-        if not out.exists():
-            _write(given, out)
-    except writing_errors() as error:
-        of_disk = disk_error(error)
-        if of_disk is not None:
-            raise InvalidInput(f"stage {given.stage.name}: {disk_sentence(of_disk)}") from None
-        if isinstance(error, RuntimeError):
-            raise
-        raise InvalidInput(f"stage {given.stage.name} cannot write to {given.work.parent}: {error}") from None
-    errors = [_read_errors(given, number) for number in range(layers)]
+    student = _Side(given.student, given, torch.float32)
+    teacher = _Side(given.run.teacher, given, given.dtype)
+    width = teacher.layered.model.config.get_text_config().hidden_size
+    need = 2 * given.dtype.itemsize * given.steps * given.run.recipe.step_tokens(given.stage) * width
+    held = sum(file.stat().st_size for file in given.work.rglob("*") if file.is_file())
+    free = shutil.disk_usage(given.work).free + held
+    if need > free:
+        raise InvalidInput(
+            f"mode: stream stores hidden states between layers on disk, which takes {need:,} bytes, but "
+            f"{given.work} has {free:,}; give the stage fewer tokens, or name an output on a larger disk"
+        )
+    change, layers, done = adds(student.decoder, teacher.decoder), len(teacher.decoder), len(given.finished)
+    if done == 0:
+        with teacher.layered.rest(without="head"):
+            for step in range(given.steps):
+                batches = (batch.to(teacher.layered.device) for batch in given.micro_batches(step))
+                given.store(0, step, (teacher.decoder.embedded(**batch.inputs) for batch in batches))
+    begun()
+    table = progress_table(given.stage.name, layers * given.steps)
+    with table as show, student.layered.rest(without="ends"), teacher.layered.rest(without="ends"):
+        for number in range(done, layers):
+            _Layer(given, student, teacher, change, number).align(show)
+    if not given.out.exists():
+        _write(given)
+    errors = [read_json(file.with_suffix(".json"), top=list) for file in given.finished]
     return [step_losses(list(of_step)) for of_step in zip(*errors, strict=True)]
 
 
@@ -173,10 +175,10 @@ class _Side:
     """The student or the teacher, with the weights that are in use."""
 
     def __init__(self, directory: Path, given: Streaming, dtype: torch.dtype) -> None:
-        checkpoint = open_checkpoint(directory)
-        self.layered = LayeredModel(checkpoint, attention=None, dtype=dtype, place=given.accelerator.device)
+        checkpoint, place = open_checkpoint(directory), given.run.accelerator.device
+        self.layered = LayeredModel(checkpoint, attention=None, dtype=dtype, place=place)
         self.decoder = Decoder(self.layered.model)
-        if given.recipe.data.packing == "documents":
+        if given.run.recipe.data.packing == "documents":
             with self.layered.streamed(kept=0) as model:
                 isolate_documents(model, str(directory))
         with self.layered.block(0), self.layered.rest(without="head"):
@@ -214,12 +216,12 @@ class _Layer:
                         f"stage {given.stage.name} diverged: the gradient of layer {number} in step "
                         f"{step + 1} is {norm}; use a lower lr"
                     )
-                if given.signals:
+                if given.run.signals:
                     raise Interrupted(
-                        max(given.signals), f"stopped in layer {number} of stage {given.stage.name}"
+                        max(given.run.signals), f"stopped in layer {number} of stage {given.stage.name}"
                     )
                 errors.append(error / power)
-                show(number * given.steps + step + 1, f"layer {number}  {errors[-1]:.4f}")
+                show(number * given.steps + step + 1, {"loss": errors[-1]})
             decoder = self.student.decoder
             attention = decoder.attentions[number].removeprefix(decoder.layers[number] + ".")
             whole = block.state_dict()
@@ -231,7 +233,7 @@ class _Layer:
         """Form the gradient of a step, store the output of the layer; return Σ ‖ŷ - y‖² and Σ ‖y‖²."""
         given, number = self.given, self.number
         student, teacher, device = self.student.decoder, self.teacher.decoder, self.teacher.layered.device
-        inputs_WSD = given.read(number, step, teacher.model.config.get_text_config().hidden_size)
+        inputs_WSD = given.read(number, step)
         totals = torch.zeros(2)
         outputs = []
         start = 0
@@ -244,7 +246,7 @@ class _Layer:
             its = teacher.calls(inputs_embeds=zeros_BSD, position_ids=positions_BS)[number]
 
             def see(_: int, read_BSD: Tensor, given_BSD: Tensor, mine: LayerCall = mine) -> None:
-                with given.accelerator.autocast():
+                with given.run.accelerator.autocast():
                     learnt = learn(student, number, mine, read_BSD, self.adds(given_BSD))
                 totals.add_(torch.stack(learnt).cpu())
 
@@ -266,55 +268,27 @@ class _Layer:
         shutil.rmtree(self.given.boundary(number), ignore_errors=True)
 
 
-def _finished(given: Streaming, layers: int) -> int:
-    """Return the number of layers that an earlier start has finished.
-
-    Raises:
-        InvalidInput: their files are not what `_Layer` writes.
-    """
-    stored = open_checkpoint(given.student)
-    files = sorted(given.work.glob("layer-*.safetensors"))
-    for number, file in enumerate(files):
-        try:
-            entries = read_header(file) if file.is_file() else {}
-            shapes = {name: entry.spec.shape for name, entry in entries.items()}
-            fits = all(name not in stored or stored.spec(name).shape == shapes[name] for name in shapes)
-            fits = fits and bool(shapes) and len(_read_errors(given, number)) == given.steps
-        except InvalidInput:
-            fits = False
-        if not fits or file.name != f"layer-{number:05d}.safetensors" or number >= layers:
-            raise InvalidInput(f"{file} is damaged; remove {given.work} to begin the stage again")
-    return len(files)
-
-
-def _write(given: Streaming, out: Path) -> None:
+def _write(given: Streaming) -> None:
     """Write the student as it was, with the aligned layers; all or nothing."""
     stored = open_checkpoint(given.student)
-    aligned = {
-        name: file for file in sorted(given.work.glob("layer-*.safetensors")) for name in load_file(file)
-    }
+    aligned = {name: file for file in given.finished for name in read_header(file)}
+    load = lru_cache(maxsize=1)(given.load)  # names of one file follow each other
     unknown = sorted(aligned.keys() - set(stored))
     if unknown:
         raise InvalidInput(
             f"{given.student} does not store {unknown[0]} under that name; use mode: layerwise"
         )
-    partial = out.with_name(out.name + ".partial")
+    partial = given.out.with_name(given.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     kept = {name for name in stored if name not in aligned}
-    kept |= unchanged(stored, aligned, lambda name: load_file(aligned[name])[name])
+    kept |= unchanged(stored, aligned, lambda name: load(aligned[name])[name])
     shapes = {name: stored.spec(name).shape for name in stored}
     with writing(stored, shapes, kept, partial) as write:
         for name, file in aligned.items():
             if name not in kept:
-                write(name, load_file(file)[name])
-    finish(partial, out)
-
-
-def _read_errors(given: Streaming, number: int) -> list[float]:
-    """Return the error of a finished layer in every step; none where the file does not hold numbers."""
-    errors = read_json(given.work / f"layer-{number:05d}.json", top=list)
-    return errors if all(type(error) in {int, float} for error in errors) else []
+                write(name, load(file)[name])
+    finish(partial, given.out)
 
 
 def describe_student(student: Path, teacher: Path, seq_len: int) -> Described:

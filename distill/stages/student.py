@@ -40,8 +40,7 @@ def open_student(
     student = load_student(directory, recipe.data.seq_len, first_place(accelerator, stage))
     if latest:
         restore_weights(latest, student.model)
-    if recipe.data.packing == "documents":
-        isolate_documents(student.model, str(directory))
+    check_model(student, recipe)
     return student, None
 
 
@@ -73,12 +72,10 @@ def load_student(directory: Path, seq_len: int, device: torch.device) -> Loaded:
     Without dropout, nothing in training draws random numbers.
 
     Raises:
-        InvalidInput: it cannot be loaded whole, has fewer positions than a window, or its logits are not a
-            linear function of its last hidden states.
+        InvalidInput: it cannot be loaded whole, or has fewer positions than a window.
     """
     student = load(directory, LoadOptions(device="cuda" if device.type == "cuda" else "cpu", dtype="float32"))
     check_positions(student, seq_len)
-    check_head(student, torch.arange(4)[None])
     student.model.to(device)
     to_trainable(student.model)
     return student

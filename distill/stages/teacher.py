@@ -16,7 +16,6 @@ from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded, check_comparable, load
 from ...models.decoder import Decoder, See
-from ...models.head import check_head
 from ...models.load_options import LoadOptions
 from ..data.batch import Batch
 from ..losses.predictions import Predictions, predict
@@ -25,7 +24,6 @@ from ..parallel.layer_units import open_in_units
 from ..parallel.sharding import reshard, shard_teacher
 from ..recipe.recipe import SHARED, Recipe, Stage
 from .capture import Captured, capturing
-from .isolation import isolate_documents
 from .student import check_model
 from .weights import TRAINABLE, places_of
 
@@ -37,12 +35,6 @@ class Teacher(Protocol):
 
     def predictions(self, batch: Batch) -> Predictions:
         """Return predictions for all B S tokens."""
-
-    def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
-        """Return predictions and the outputs of the layers, for losses on layers.
-
-        With `attention` also queries, keys and values.
-        """
 
 
 class Online:
@@ -60,7 +52,7 @@ class Online:
 
     @torch.no_grad()
     def captured(self, batch: Batch, *, attention: bool = False) -> tuple[Predictions, Captured]:
-        """Return predictions and the outputs of the layers; see `Teacher`."""
+        """Return predictions and the outputs of layers, with `attention` also queries, keys and values."""
         with self._precision(), capturing(self.model, attention=attention) as captured:
             return predict(self.model, batch), captured
 
@@ -80,20 +72,23 @@ class Online:
         )
 
 
-def load_teacher(directory: Path, bf16: bool, device: torch.device, student: Loaded) -> Online:
+def load_teacher(
+    directory: Path, recipe: Recipe, bf16: bool, device: torch.device, student: Loaded
+) -> Online:
     """Load a teacher with weights of its own, in bfloat16 or float32.
 
     Raises:
-        InvalidInput: it cannot be loaded whole, it has another tokenizer than the student, or losses cannot
-            compute its logits from its last hidden states.
+        InvalidInput: it cannot be loaded whole, it has another tokenizer than the student, or as of
+            `check_model`.
     """
     options = LoadOptions(
         device="cuda" if device.type == "cuda" else "cpu", dtype="bfloat16" if bf16 else "float32"
     )
     teacher = load(directory, options)
     check_comparable(student, teacher, "")
-    check_head(teacher, torch.arange(4)[None])
-    return Online(teacher.model.to(device))
+    teacher.model.to(device)
+    check_model(teacher, recipe)
+    return Online(teacher.model)
 
 
 def open_teacher(
@@ -111,10 +106,9 @@ def open_teacher(
     the teacher by itself, as when it writes; then it cannot be in shards.
 
     Raises:
-        InvalidInput: as in `load_teacher` and `load_shared`, or `shared` with a student that is sharded.
+        InvalidInput: as in `load_teacher` and `load_shared`.
     """
     bf16 = accelerator.mixed_precision == "bf16"
-    check_whole(recipe, shards_models(stage))
     if shards_models(stage) and alone:
         notice(f"every process loads {directory} whole, since each writes by itself what the run learns from")
     elif shards_models(stage) and (
@@ -127,29 +121,13 @@ def open_teacher(
         reshard(found.model)
         return teacher  # of which every process has a part; all must run it together
     if recipe.teacher != SHARED:
-        teacher = load_teacher(directory, bf16, first_place(accelerator, stage), student)
-    else:
-        trained = TRAINABLE[stage.train](student.model)
-        teacher = load_shared(directory, bf16, accelerator.device, student, trained)
-    if recipe.data.packing == "documents":
-        isolate_documents(teacher.model, str(directory))
-    return teacher
-
-
-def check_whole(recipe: Recipe, sharded: bool) -> None:
-    """Check that a shared teacher is not asked for where models are divided among processes.
-
-    Raises:
-        InvalidInput: it is.
-    """
-    if sharded and recipe.teacher == SHARED:
-        raise InvalidInput(
-            "teacher: shared needs whole models in every process; write teacher: null, or use --profile ddp"
-        )
+        return load_teacher(directory, recipe, bf16, first_place(accelerator, stage), student)
+    trained = TRAINABLE[stage.train](student.model)
+    return load_shared(directory, recipe, bf16, accelerator.device, student, trained)
 
 
 def load_shared(
-    directory: Path, bf16: bool, device: torch.device, student: Loaded, trained: Set[str]
+    directory: Path, recipe: Recipe, bf16: bool, device: torch.device, student: Loaded, trained: Set[str]
 ) -> Online:
     """Load a teacher that shares the memory of every weight that is equal in the student and stays so.
 
@@ -160,7 +138,7 @@ def load_shared(
     Raises:
         InvalidInput: as in `load_teacher`, or nothing can be shared.
     """
-    model = load_teacher(directory, False, torch.device("cpu"), student).model
+    model = load_teacher(directory, recipe, False, torch.device("cpu"), student).model
     constant = [weight for name, weight in student.model.named_parameters() if name not in trained]
     shared = _share(model, constant)
     if not shared:

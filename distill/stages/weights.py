@@ -26,15 +26,13 @@ def _within(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
     }
 
 
-def _is_attention_or_norm(module: nn.Module) -> bool:
-    return is_attention(module) or type(module).__name__.endswith("Norm")
-
-
 # From a model to the names of the weights in the set. Those of `lora` exist once the adapters do.
 TRAINABLE: dict[WeightSet, Callable[[nn.Module], set[str]]] = {
     "all": lambda model: {name for name, _ in model.named_parameters()},
     "attention": lambda model: _within(model, is_attention),
-    "attention+norms": lambda model: _within(model, _is_attention_or_norm),
+    "attention+norms": lambda model: _within(
+        model, lambda module: is_attention(module) or type(module).__name__.endswith("Norm")
+    ),
     "lora": lambda model: {name for name, _ in model.named_parameters() if is_adapter(name)},
 }
 

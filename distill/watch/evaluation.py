@@ -8,31 +8,30 @@ trains to the same bits.
 Shapes: N windows, K measures.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 
+from ...checkpoints.eval_json import parsed
+from ...checkpoints.quality_blocks import FiniteNumbers
 from ...core.console import notice
 from ...core.errors import InvalidInput
 from ...core.files import write_json
-from ...core.type_adapters import type_adapter
-from ...core.untrusted import printable
 from ...eval.suites.perplexity import recovered_share
 from ..data.batch import Batch
 from ..recipe.recipe import Evaluate
 from ..stages import state
+from ..stages.stage_work import Run
 from ..stages.state import Progress
 from ..stages.teacher import Teacher
 from .held_out import HeldOut
@@ -49,21 +48,17 @@ _METRICS = {
 }  # fmt: skip
 
 
-_Perplexity = Annotated[float, Field(gt=0)]
-
-
 @dataclass(frozen=True)
-class _Start:
-    """The teacher's part of the first line."""
+class _Model(FiniteNumbers):
+    """What every line has of the student, and the first one of the teacher too."""
 
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
-    perplexity: _Perplexity
+    perplexity: Annotated[float, Field(gt=0)]
     window_nll: list[float]
 
 
 @dataclass(frozen=True)
-class _Line(_Start):
-    """A line of evaluations.jsonl; the first one alone has the last three values."""
+class _Line(_Model):
+    """A line of evaluations.jsonl."""
 
     step: int
     stage: str
@@ -71,35 +66,26 @@ class _Line(_Start):
     kl: float
     same_top1: float
     recovered_share: float | None
-    teacher: _Start | None = None
-    text: str = ""
-    text_sha256: str = ""
+
+
+@dataclass(frozen=True)
+class _FirstLine(_Line):
+    """The line before any training, with what does not change."""
+
+    teacher: _Model
+    text: str
+    text_sha256: str
 
 
 def read_evaluations(file: Path) -> list[dict[str, Any]]:
     """Return the evaluations of a run so far, the one before any training first; none if there is no file.
 
     Raises:
-        InvalidInput: a line is damaged, or numbers of windows differ.
+        InvalidInput: a line is damaged.
     """
     lines = read_lines(file)
-    remedy = f"remove {file.parent} to start over"
-    counts = set()
-    for number, line in enumerate(lines, 1):
-        try:
-            # As JSON, so that the strict types take objects and lists.
-            read = type_adapter(_Line).validate_json(json.dumps(line), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = printable(".".join(map(str, first["loc"])))[:100]
-            raise InvalidInput(
-                f"{file} is damaged in line {number} ({place}: {first['msg']}); {remedy}"
-            ) from None
-        counts |= {len(part.window_nll) for part in (read, read.teacher) if part}
-        if number == 1 and not (read.teacher and read.text and read.text_sha256):
-            raise InvalidInput(f"{file} is damaged in line 1, which lacks the teacher or the text; {remedy}")
-    if len(counts) > 1:
-        raise InvalidInput(f"{file} is damaged: its lines have different numbers of windows; {remedy}")
+    for number, line in enumerate(lines):
+        parsed(_Line if number else _FirstLine, line, file, f"remove {file.parent} to start over")
     return lines
 
 
@@ -107,15 +93,14 @@ def read_evaluations(file: Path) -> list[dict[str, Any]]:
 class TrainingEvaluation:
     """The evaluations of a run on held-out text, with its teacher's predictions for it."""
 
+    run: Run
+    settings: Evaluate
     held_out: HeldOut
     teacher: Teacher
-    accelerator: Accelerator
-    settings: Evaluate
-    partial: Path
 
     def history(self) -> list[dict[str, Any]]:
         """Return the lines of all evaluations so far."""
-        return read_evaluations(self.partial / "evaluations.jsonl")
+        return read_evaluations(self.run.partial / "evaluations.jsonl")
 
     def start(self, measure: Measure, stage: str, progress: Progress) -> None:
         """Evaluate the student before it is trained, and the teacher; once per run. All processes call it.
@@ -124,12 +109,12 @@ class TrainingEvaluation:
             InvalidInput: the run was started with another text, or as of `evaluate`.
         """
         history = self.history()
-        self.accelerator.wait_for_everyone()  # all have looked before one writes
+        self.run.accelerator.wait_for_everyone()  # all have looked before one writes
         if not history:
             self.evaluate(measure, stage, progress)
         elif history[0]["text_sha256"] != self.held_out.described["text_sha256"]:
             raise InvalidInput(
-                f"evaluate.source {self.settings.source} is not the text that {self.partial} was started "
+                f"evaluate.source {self.settings.source} is not the text that {self.run.partial} was started "
                 "with; put that text back to resume, or name another output to start over"
             )
 
@@ -157,8 +142,8 @@ class TrainingEvaluation:
                     f"stage {stage} diverged: after step {progress.total_steps} the {called} on the held-out "
                     f"text is {line[key]}; use a lower lr"
                 )
-        if self.accelerator.is_main_process:
-            append_line(self.partial / "evaluations.jsonl", line)
+        if self.run.accelerator.is_main_process:
+            append_line(self.run.partial / "evaluations.jsonl", line)
             start = history[0]["perplexity"] if history else math.inf
             if line["perplexity"] > start >= max(before["perplexity"] for before in history):
                 when = f"after step {history[0]['step']}" if history[0]["step"] else "before training"
@@ -167,7 +152,7 @@ class TrainingEvaluation:
                     f"{line['perplexity']:.5g}, and it was {start:.5g} {when}; if it stays above, the lr of "
                     f"stage {line['stage']} is too high"
                 )
-        self.accelerator.wait_for_everyone()
+        self.run.accelerator.wait_for_everyone()
         return {name: line[key] for name, key in _METRICS.items() if line[key] is not None}
 
     def _found(self, sum_NK: Array, history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -194,7 +179,7 @@ class TrainingEvaluation:
 
         Windows are dealt to the processes; with shards, all processes must run equally often.
         """
-        accelerator, windows = self.accelerator, len(self.held_out)
+        accelerator, windows = self.run.accelerator, len(self.held_out)
         sum_NK = torch.zeros(windows, len(MEASURES), device=accelerator.device)
         for first in range(0, windows, accelerator.num_processes):
             mine = first + accelerator.process_index
@@ -211,33 +196,23 @@ class TrainingEvaluation:
         best = best_of(history)
         if self.settings.keep != "best" or best is None or best["step"] != progress.total_steps:
             return
-        gathered = state.Gathered(model)
-        if self.accelerator.is_main_process:
-            state.save(self.partial / "best", progress, gathered, keep=len(history) + 1)
+        partial, accelerator = self.run.partial, self.run.accelerator
+        writes = accelerator.is_main_process
+        state.save(partial / "best", progress, state.Gathered(model), keep=len(history) + 1, writes=writes)
+        if writes:
             # A run that is killed resumes from its last saved state, and needs the best weights up to there.
-            states = state.saved(self.partial / "state")
+            states = state.saved(partial / "state")
             until = state.read_progress(states[0]).total_steps if states else 0
             safe = best_of([line for line in history if line["step"] <= until])
             kept = {line["step"] for line in (best, safe) if line}
-            for directory in state.saved(self.partial / "best"):
+            for directory in state.saved(partial / "best"):
                 if state.read_progress(directory).total_steps not in kept:
                     shutil.rmtree(directory)
-        else:
-            gathered.discard()
-        self.accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
 
 
-@dataclass(frozen=True)
-class ChosenWeights:
-    """The evaluation whose weights become the output.
-
-    Attributes:
-        line: its line of evaluations.jsonl.
-        state: the saved weights; None for those that the run started from.
-    """
-
-    line: dict[str, Any]
-    state: Path | None
+# The line of the evaluation whose weights become the output, and their state; None for the run's start.
+Chosen = tuple[dict[str, Any], Path | None]
 
 
 def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -248,7 +223,7 @@ def best_of(history: list[dict[str, Any]]) -> dict[str, Any] | None:
     return min(history, key=lambda line: float(line["perplexity"])) if history else None
 
 
-def best_kept(partial: Path, settings: Evaluate | None) -> ChosenWeights | None:
+def best_kept(partial: Path, settings: Evaluate | None) -> Chosen | None:
     """Return the choice of `keep: best`.
 
     It is None where the recipe does not ask for it, and, with a notice, where those weights are no longer
@@ -257,24 +232,24 @@ def best_kept(partial: Path, settings: Evaluate | None) -> ChosenWeights | None:
     best = best_of(read_evaluations(partial / "evaluations.jsonl"))
     if settings is None or settings.keep != "best" or best is None:
         return None
-    if _is_start(best):
-        return ChosenWeights(best, None)
+    if "teacher" in best:  # the first line
+        return best, None
     for directory in state.saved(partial / "best"):
         if state.is_whole(directory) and state.read_progress(directory).total_steps == best["step"]:
-            return ChosenWeights(best, directory)
+            return best, directory
     notice("the best weights are no longer there, so the output has the last ones")
     return None
 
 
-def summary(history: list[dict[str, Any]], kept: ChosenWeights | None) -> dict[str, Any]:
+def summary(history: list[dict[str, Any]], chosen: Chosen | None) -> dict[str, Any]:
     """Return the record of a finished run's evaluations: of teacher, start, and the weights of the output."""
     start = history[0]
     line = history[-1]
     which = "last"
-    if kept:
-        line = kept.line
+    if chosen:
+        line = chosen[0]
         # A stage of mode stream before the first evaluation has trained the weights already.
-        which = "start" if _is_start(line) and not line["step"] else "best"
+        which = "start" if "teacher" in line and not line["step"] else "best"
     return {
         "text": start["text"],
         "text_sha256": start["text_sha256"],
@@ -322,10 +297,6 @@ def write_curve(directory: Path, history: list[dict[str, Any]]) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(directory / "curve.png", dpi=150)
-
-
-def _is_start(line: dict[str, Any]) -> bool:
-    return "teacher" in line  # which only the first has
 
 
 def _perplexity(nll_N: Array, count_N: Array) -> float:

@@ -4,7 +4,7 @@ Shapes: N windows, B windows of a batch, S tokens of a window that a model reads
 probed ids.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,27 +34,22 @@ class HeldOut:
     """Windows of held-out text, addressed like those of a run; the protocol is that of `kvfold eval`."""
 
     def __init__(self, windows: TextWindows, text: Text) -> None:
-        self._windows = windows
+        self.ids_NW, self._scored_NS = windows.ids_NW, windows.scored_NT
         self.described = {"text": windows.name, "text_sha256": text.sha256}
 
     def __len__(self) -> int:
-        return len(self._windows.ids_NW)
-
-    @property
-    def ids_NW(self) -> torch.Tensor:
-        """All ids, int64."""
-        return self._windows.ids_NW
+        return len(self.ids_NW)
 
     @property
     def counts(self) -> list[int]:
         """The number of scored tokens of each window."""
-        return [int(count) for count in self._windows.scored_NT.sum(1)]
+        return [int(count) for count in self._scored_NS.sum(1)]
 
     def batch(self, cursors: Sequence[int]) -> Batch:
         """Return the windows of these numbers, each a document of its own."""
         chosen = list(cursors)
-        ids_BW = self._windows.ids_NW[chosen]
-        labels_BS = ids_BW[:, 1:].masked_fill(~self._windows.scored_NT[chosen], IGNORED)
+        ids_BW = self.ids_NW[chosen]
+        labels_BS = ids_BW[:, 1:].masked_fill(~self._scored_NS[chosen], IGNORED)
         positions_BS = torch.arange(ids_BW.shape[1] - 1).expand(len(chosen), -1)
         return Batch(ids_BW[:, :-1], labels_BS, positions_BS)
 
@@ -161,27 +156,13 @@ def check_unseen(held_out: HeldOut, source: str, tokens: Sequence[NDArray[np.int
 
 def _are_seen(probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]) -> list[bool]:
     """Return for each probe whether it occurs in the tokens."""
-    wanted: dict[bytes, list[int]] = {}
-    for number, probe_P in enumerate(probe_NP.astype(np.int32)):
-        wanted.setdefault(probe_P.tobytes(), []).append(number)
-    found = [False] * len(probe_NP)
-    for place_P in _candidates(probe_NP, tokens):
-        for number in wanted.get(place_P.tobytes(), ()):
-            found[number] = True
-    return found
-
-
-def _candidates(
-    probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]
-) -> Iterator[NDArray[np.int32]]:
-    """Yield stretches of the tokens whose first ids are those of a probe."""
     size = probe_NP.shape[1]
-    starts = [np.unique(probe_NP[:, at]).astype(np.int32) for at in range(min(4, size))]
+    found = set()
     for stream in tokens:
         for first in range(0, max(0, len(stream) - size + 1), _AT_ONCE):
             part = np.asarray(stream[first : first + _AT_ONCE + size - 1])
             kept = np.arange(len(part) - size + 1)
-            for at, known in enumerate(starts):
-                kept = kept[np.isin(part[kept + at], known)]
-            for place in kept:
-                yield part[place : place + size]
+            for at in range(min(4, size)):  # few places have the first ids of some probe
+                kept = kept[np.isin(part[kept + at], probe_NP[:, at])]
+            found |= {part[place : place + size].tobytes() for place in kept}
+    return [probe_P.tobytes() in found for probe_P in probe_NP.astype(np.int32)]

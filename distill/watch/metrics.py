@@ -2,8 +2,8 @@
 
 import json
 import math
-import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +20,15 @@ from ..stages.state import Progress
 _LIMIT_BYTES = 2**30  # of a file of lines; a million steps take some 300 MB
 
 
-class Metrics:
-    """metrics.jsonl during one stage; `tokens` is those trained on in the run when the clock starts."""
-
-    def __init__(self, file: Path, stage: str, tokens: int) -> None:
-        self._file = file
-        self._stage = stage
-        self._clock = (time.monotonic(), tokens)
-
-    def append(self, progress: Progress, values: Mapping[str, float]) -> dict[str, float]:
-        """Append a line for the step that `progress` has just completed. Its speed is since the line before.
-
-        Returns:
-            The values of the line.
-        """
-        then, tokens = self._clock
-        self._clock = (time.monotonic(), progress.tokens)
-        speed = round((progress.tokens - tokens) / (self._clock[0] - then), 1)
-        values = {**values, "tokens_per_second": speed, "peak_memory_gib": peak_memory()}
-        self.record(progress, values)
-        return values
-
-    def leave_out(self, seconds: float) -> None:
-        """Exclude this many seconds, in which nothing was trained, from the speed."""
-        self._clock = (self._clock[0] + seconds, self._clock[1])
-
-    def record(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Append a line with only these values."""
-        line = {"step": progress.total_steps, "stage": self._stage, "tokens": progress.tokens, **values}
-        append_line(self._file, line)
-
-
 def append_line(file: Path, line: Mapping[str, Any]) -> None:
     """Append an object to a file of JSON lines."""
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
+
+
+def append_step(file: Path, stage: str, progress: Progress, values: Mapping[str, float]) -> None:
+    """Append a line for the step that `progress` has just completed."""
+    append_line(file, {"step": progress.total_steps, "stage": stage, "tokens": progress.tokens, **values})
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -64,18 +38,16 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return read_json_lines(file, "remove the directory that holds it to start over")
 
 
-def _is_whole(line: str) -> bool:
-    try:
-        return line.endswith("\n") and type(parse_json(line, "a line").get("step")) is int
-    except InvalidInput:  # not JSON, or not an object
-        return False
-
-
 def trim_metrics(file: Path, steps: int) -> None:
     """Drop the lines of steps that will be done again, and incomplete lines."""
     if file.exists():
-        lines = read_bytes(file, _LIMIT_BYTES).decode("utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if _is_whole(line) and json.loads(line)["step"] <= steps]
+        kept = []
+        content = read_bytes(file, _LIMIT_BYTES).decode("utf-8", errors="replace")
+        for line in content.splitlines(keepends=True):
+            with suppress(InvalidInput):  # not JSON, or not an object
+                step = parse_json(line, "a line").get("step")
+                if line.endswith("\n") and isinstance(step, int) and step <= steps:
+                    kept.append(line)
         replace_text(file, "".join(kept))
 
 
@@ -92,12 +64,7 @@ def summarise(file: Path, recipe: Recipe) -> list[dict[str, Any]]:
     for stage in recipe.stages:
         begin, end = end + 1, end + recipe.steps(stage)
         losses = stage.learnt
-        own = [
-            line
-            for line in lines
-            if line.get("stage") == stage.name
-            and all(type(line.get(name)) in {int, float} for name in (*losses, "step"))
-        ]
+        own = [line for line in lines if line.get("stage") == stage.name and line.keys() >= {*losses}]
         tail = own[-math.ceil(len(own) / 10) :]
         starts = bool(own) and own[0]["step"] == begin
         ends = bool(own) and own[-1]["step"] == end

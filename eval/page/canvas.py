@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,7 @@ def to_svg(drawn: "Figure", title: str) -> str:
     assert box is not None
     opening = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="{box[1]}" role="img" aria-label="{_escaped(title)}">'
+        f'viewBox="{box[1]}" role="img" aria-label="{escape(title)}">'
     )
     return opening + re.sub(r"\s*\n\s*", "\n", text[head.end() :]).strip()
 
@@ -184,7 +185,3 @@ def tip(artists: Any, text: str) -> None:
     for artist in artists if isinstance(artists, Sequence) else [artists]:
         if hasattr(artist, "set_gid"):
             artist.set_gid(f"tip: {text}")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ...core.console import notice
-from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
 from ...core.files import whole_directory, whole_file
 from ...core.untrusted import printable
@@ -127,31 +126,21 @@ def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[
     """Write the page and the pictures, each completely or not at all; returns the pictures' paths.
 
     Raises:
-        InvalidInput: a path exists or cannot be written.
+        InvalidInput: a path exists.
+        OSError: one cannot be written.
     """
-    _check_places(page, pictures)
-    try:
-        with whole_file(page) as temporary:
-            temporary.write_text(_render(parts), encoding="utf-8")
-            names = [] if pictures is None else _write_pictures(parts, pictures)
-    except DiskError as error:
-        raise InvalidInput(disk_sentence(error)) from None
-    except OSError as error:
-        raise InvalidInput(
-            f"{error.filename or page} cannot be written: {error.strerror}; name another path"
-        ) from None
-    return names
-
-
-def _write_pictures(parts: Sequence[PagePart], directory: Path) -> list[Path]:
-    names = []
-    with whole_directory(directory) as temporary:
-        for number, part in enumerate(parts):
-            prefix = f"{number}-" if len(parts) > 1 else ""
-            for chart in (chart for section in part.sections for chart in section.charts):
-                names.append(f"{prefix}{chart.name}.png")
-                write_png(chart.drawn, temporary / names[-1])
-    return [directory / name for name in names]
+    names: list[str] = []
+    with whole_file(page) as temporary:
+        temporary.write_text(_render(parts), encoding="utf-8")
+        if pictures is None:
+            return []
+        with whole_directory(pictures) as place:
+            for number, part in enumerate(parts):
+                prefix = f"{number}-" if len(parts) > 1 else ""
+                for chart in (chart for section in part.sections for chart in section.charts):
+                    names.append(f"{prefix}{chart.name}.png")
+                    write_png(chart.drawn, place / names[-1])
+    return [pictures / name for name in names]
 
 
 def _summary(parts: Sequence[PagePart], page: Path, pictures: Sequence[Path]) -> dict[str, Any]:

@@ -60,16 +60,20 @@ def read_groups(directories: Sequence[Path]) -> tuple[Group, ...]:
             sources[one.report.teacher.identity] = one.report.teacher
     groups: dict[tuple[str | None, TextProtocol | None], list[Found]] = {}
     for one in found:
-        groups.setdefault((_source_identity(one, sources), one.report.protocol), []).append(one)
+        source = one.report.teacher or one.report.checkpoint
+        identity = source.identity if source.identity in sources else None
+        groups.setdefault((identity, one.report.protocol), []).append(one)
     # Measurements without a text may join any group of their source.
     for identity in {identity for identity, protocol in groups if protocol is None}:
         with_text = next((key for key in groups if key[0] == identity and key[1] is not None), None)
         if identity is not None and with_text is not None:
             groups[with_text] += groups.pop((identity, None))
-    return tuple(
-        _group(sources.get(identity or ""), protocol, members)
-        for (identity, protocol), members in groups.items()
-    )
+    made = []
+    for (identity, protocol), members in groups.items():
+        itself = [one for one in members if one.report.checkpoint.identity == identity]
+        others = tuple(one for one in members if one not in itself)
+        made.append(Group(sources.get(identity or ""), protocol, others, next(iter(itself), None)))
+    return tuple(made)
 
 
 def labels(directories: Iterable[Path]) -> list[str]:
@@ -80,20 +84,3 @@ def labels(directories: Iterable[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def _source_identity(one: Found, sources: dict[str, MeasuredCheckpoint]) -> str | None:
-    if one.report.teacher is not None:
-        return one.report.teacher.identity
-    own = one.report.checkpoint.identity
-    return own if own in sources else None
-
-
-def _group(
-    source: MeasuredCheckpoint | None, protocol: TextProtocol | None, members: Sequence[Found]
-) -> Group:
-    itself = [
-        one for one in members if source is not None and one.report.checkpoint.identity == source.identity
-    ]
-    others = tuple(one for one in members if one not in itself)
-    return Group(source, protocol, others, itself[0] if itself else None)

@@ -147,7 +147,7 @@ def read_found(directory: Path, label: str) -> Found:
             report = _merged(report, more)
         else:
             formats.append(more)
-    record = read_record(directory)
+    record, curve = read_record(directory), directory / "curve.json"
     layers = (record or {}).get("layers", [])
     return Found(
         directory=directory,
@@ -156,7 +156,7 @@ def read_found(directory: Path, label: str) -> Found:
         record=record,
         layers=parsed(tuple[RecordedLayer, ...], layers, directory / RECORD, _REMEDY, ("layers",)),
         losses=_read_losses(directory / "metrics.jsonl"),
-        curve=_read_curve(directory / "curve.json"),
+        curve=parsed(TrainingCurve, read_json(curve, _REMEDY), curve, _REMEDY) if curve.is_file() else None,
         formats=tuple(formats),
     )
 
@@ -194,9 +194,3 @@ def _read_losses(path: Path) -> tuple[tuple[int, float], ...]:
             )
         found.append((tokens, float(loss)))
     return tuple(found)
-
-
-def _read_curve(path: Path) -> TrainingCurve | None:
-    if not path.is_file():
-        return None
-    return parsed(TrainingCurve, read_json(path, _REMEDY), path, _REMEDY)

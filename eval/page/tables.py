@@ -1,9 +1,9 @@
 """The tables of a page: cells with the text to show and the value to sort by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ...checkpoints.cost_blocks import CacheBlock, ModelCache, Quartiles, SpeedBlock, SpeedCell
+from ...checkpoints.cost_blocks import CacheBlock, Quartiles, SpeedBlock
 from ...checkpoints.quality_blocks import (
     Estimate,
     NeedleMap,
@@ -13,12 +13,12 @@ from ...checkpoints.quality_blocks import (
     TasksBlock,
 )
 from ...checkpoints.record import is_distilled
+from ...core.units import show_bytes
 from .groups import Group
 from .records import Found
 
 
-@dataclass(frozen=True)
-class TableCell:
+class TableCell(NamedTuple):
     """A cell.
 
     Attributes:
@@ -30,8 +30,7 @@ class TableCell:
     value: float | str | None = None
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table: its caption, its columns, and its rows, whose first cells name them."""
 
     caption: str
@@ -43,59 +42,62 @@ class Table:
         return any(isinstance(row[column].value, int | float) for row in self.rows)
 
 
-_OVERVIEW = (
-    "checkpoint",
-    "folded to",
-    "cache",
-    "perplexity",
-    "ratio to source",
-    "KL, nats",
-    "same top-1",
-    "recovered",
-)
+def _cell(value: Any, form: str = "") -> TableCell:
+    """Return a cell of a text, a number in a format, or an estimate; an empty one without a value."""
+    if value is None or value == "":
+        return TableCell()
+    if isinstance(value, Estimate):
+        error = "" if value.standard_error is None else f" ± {value.standard_error:.2g}"
+        return TableCell(f"{value.mean:.4g}{error}", value.mean)
+    if isinstance(value, Quartiles):
+        return TableCell(str(value), value.median)
+    return TableCell(f"{value:{form}}", value)
+
+
+def _row(*values: Any) -> tuple[TableCell, ...]:
+    return tuple(value if isinstance(value, TableCell) else _cell(value) for value in values)
 
 
 def overview(group: Group) -> Table:
     """Return the main numbers of every checkpoint, one line each."""
+    columns = (
+        "checkpoint",
+        "folded to",
+        "cache",
+        "perplexity",
+        "ratio to source",
+        "KL, nats",
+        "same top-1",
+        "recovered",
+    )
     rows = [_overview_row(one, is_source=one is group.itself) for one in group.everyone]
     source = next(
         (found.teacher for _, _, found in group.measured("ppl", PerplexityBlock) if found.teacher), None
     )
     if source is not None and group.itself is None and group.source is not None:
-        known = (
-            _words(f"{group.source.name} (source)"),
-            TableCell(),
-            _number(1.0, "100%"),
-            _number(source.perplexity),
+        known = _row(
+            f"{group.source.name} (source)", None, TableCell("100%", 1.0), _cell(source.perplexity, ".4g")
         )
-        rest = [TableCell()] * (len(_OVERVIEW) - len(known))
-        rows.insert(0, (*known, *rest))
-    return Table("All checkpoints", _OVERVIEW, tuple(rows))
+        rows.insert(0, (*known, *[TableCell()] * (len(columns) - len(known))))
+    return Table("All checkpoints", columns, tuple(rows))
 
 
 def _overview_row(one: Found, is_source: bool) -> tuple[TableCell, ...]:
     ppl = one.report.block("ppl", PerplexityBlock)
     fidelity = one.report.fidelity
-    ratio = None if is_source else one.cache_ratio
-    return (
-        _words(one.label),
-        _words(target(one)),
-        _number(ratio, f"{ratio:.2%}" if ratio is not None else ""),
-        _number(ppl.student.perplexity if ppl else None),
-        _estimate(ppl.ratio if ppl else None),
-        _estimate(fidelity.kl if fidelity else None),
-        _estimate(fidelity.same_top1 if fidelity else None),
-        _recovered(ppl),
+    recovered = _cell(ppl.recovered_share.value if ppl else None, ".1%")
+    if ppl and ppl.parent and not recovered.text:
+        recovered = TableCell("undefined")
+    return _row(
+        one.label,
+        target(one),
+        _cell(None if is_source else one.cache_ratio, ".2%"),
+        _cell(ppl.student.perplexity if ppl else None, ".4g"),
+        ppl.ratio if ppl else None,
+        fidelity.kl if fidelity else None,
+        fidelity.same_top1 if fidelity else None,
+        recovered,
     )
-
-
-def _recovered(ppl: PerplexityBlock | None) -> TableCell:
-    if ppl is None:
-        return TableCell()
-    value = ppl.recovered_share.value
-    if value is not None:
-        return TableCell(f"{value:.1%}", value)
-    return TableCell("undefined" if ppl.parent else "")
 
 
 def target(one: Found) -> str:
@@ -125,28 +127,22 @@ def caches(group: Group) -> Table | None:
     columns = ["checkpoint", "elements / token / layer", "by config.json", "dtype"]
     columns += [f"{length // 1024}k tokens" for length in lengths]
     if memory:
-        columns += [f"sequences of {length // 1024}k in {_size(memory)}" for length in lengths]
-    rows = [_cache_row(name, model, lengths, with_batches=bool(memory)) for name, model in models]
+        columns += [f"sequences of {length // 1024}k in {show_bytes(memory)}" for length in lengths]
+    rows = []
+    for name, model in models:
+        contexts = {context.tokens: context for context in model.contexts}
+        known = [contexts.get(length) for length in lengths]
+        row = [
+            _cell(name),
+            _cell(model.elements_per_token_per_layer, ",.6g"),
+            _cell(model.predicted_elements_per_token_per_layer, ",.6g"),
+            _cell(model.stored_dtype),
+            *(TableCell(show_bytes(one.bytes), one.bytes) if one else TableCell() for one in known),
+        ]
+        if memory:
+            row += [_cell(one.largest_batch if one else None, ",") for one in known]
+        rows.append(tuple(row))
     return Table("KV cache as measured in the running models", tuple(columns), tuple(rows))
-
-
-def _cache_row(
-    name: str, model: ModelCache, lengths: Sequence[int], with_batches: bool
-) -> tuple[TableCell, ...]:
-    contexts = {context.tokens: context for context in model.contexts}
-    expected = model.predicted_elements_per_token_per_layer
-    cells = [
-        _words(name),
-        _number(model.elements_per_token_per_layer, f"{model.elements_per_token_per_layer:,.6g}"),
-        _number(expected, "" if expected is None else f"{expected:,.6g}"),
-        _words(model.stored_dtype),
-    ]
-    for length in lengths:
-        size = contexts[length].bytes if length in contexts else None
-        cells.append(_number(size, _size(size)))
-    for length in lengths if with_batches else ():
-        cells.append(_count(contexts[length].largest_batch if length in contexts else None))
-    return tuple(cells)
 
 
 def speeds(group: Group) -> Table | None:
@@ -166,22 +162,19 @@ def speeds(group: Group) -> Table | None:
     for one in group.everyone:
         found = one.report.block("speed", SpeedBlock)
         for cell in found.cells if found else ():
-            rows.append((_words(one.label), _count(cell.batch), _count(cell.context), *_speed_cells(cell)))
+            speed = cell.student
+            values: tuple[Any, ...] = (f"skipped: {cell.skipped}", *[None] * 5)
+            if speed is not None:
+                values = (
+                    speed.prefill.tokens_per_second,
+                    speed.decode.tokens_per_second,
+                    speed.decode.milliseconds,
+                    cell.prefill_speedup,
+                    cell.decode_speedup,
+                    _cell(speed.peak_bytes / 1e6, ",.1f"),
+                )
+            rows.append(_row(one.label, _cell(cell.batch, ","), _cell(cell.context, ","), *values))
     return Table("Speed: median [quartiles]", columns, tuple(rows)) if rows else None
-
-
-def _speed_cells(cell: SpeedCell) -> tuple[TableCell, ...]:
-    speed = cell.student
-    if speed is None:
-        return (_words(f"skipped: {cell.skipped}"), *[TableCell()] * 5)
-    return (
-        _quartiles(speed.prefill.tokens_per_second),
-        _quartiles(speed.decode.tokens_per_second),
-        _quartiles(speed.decode.milliseconds),
-        _quartiles(cell.prefill_speedup),
-        _quartiles(cell.decode_speedup),
-        _number(speed.peak_bytes / 1e6, f"{speed.peak_bytes / 1e6:,.1f}"),
-    )
 
 
 def retrieval(group: Group) -> Table | None:
@@ -199,29 +192,33 @@ def retrieval(group: Group) -> Table | None:
         found = one.report.block("retrieval", RetrievalBlock)
         for kind, own in found.student.items() if found else ():
             theirs = found.teacher.get(kind) if found and found.teacher else None
-            rows.append((_words(one.label), _words(kind), *_needle_cells(own), *_needle_cells(theirs)))
+            rows.append((_cell(one.label), _cell(kind), *_needle_cells(own), *_needle_cells(theirs)))
     return Table("Needles found", columns, tuple(rows)) if rows else None
 
 
 def _needle_cells(found: NeedleMap | None) -> tuple[TableCell, TableCell]:
     if found is None:
         return TableCell(), TableCell()
-    return _percent(_mean(found.accuracy)), _percent(_mean(found.choice))
+    return _cell(_mean(found.accuracy), ".0%"), _cell(_mean(found.choice), ".0%")
+
+
+def _mean(grid: Sequence[Sequence[float]]) -> float:
+    values = [value for row in grid for value in row]
+    return sum(values) / len(values)
 
 
 def ruler(group: Group) -> Table | None:
     """Return the scores of RULER's tasks by length; None where none were measured."""
-    columns = ("checkpoint", "task", "tokens", "score", "source")
     rows = []
     for one in group.everyone:
         found = one.report.block("ruler", RulerBlock)
         for task in found.tasks if found else ():
             assert found is not None
             for number, length in enumerate(found.lengths):
-                theirs = found.teacher.accuracy[task][number] if found.teacher else None
-                cells = (_percent(found.student.accuracy[task][number]), _percent(theirs))
-                rows.append((_words(one.label), _words(task), _count(length), *cells))
-    return Table("RULER", columns, tuple(rows)) if rows else None
+                models = (found.student, found.teacher)
+                scores = (_cell(model.accuracy[task][number] if model else None, ".0%") for model in models)
+                rows.append(_row(one.label, task, _cell(length, ","), *scores))
+    return Table("RULER", ("checkpoint", "task", "tokens", "score", "source"), tuple(rows)) if rows else None
 
 
 def tasks(group: Group) -> Table | None:
@@ -242,54 +239,11 @@ def tasks(group: Group) -> Table | None:
         found = one.report.block("tasks", TasksBlock)
         for name, task in found.tasks.items() if found else ():
             metric = task.metrics[task.primary]
-            cells = [_estimate(value) for value in (metric.student, metric.teacher, metric.difference)]
-            flips = metric.flips
-            if flips is None:
-                cells += [TableCell()] * 3
-            else:
-                cells += [_count(flips.right_to_wrong), _count(flips.wrong_to_right), _number(flips.p_value)]
-            rows.append((_words(one.label), _words(name), _words(task.primary), *cells))
+            flips: tuple[Any, ...] = (None, None, None)
+            if metric.flips is not None:
+                turned = metric.flips
+                counts = (turned.right_to_wrong, turned.wrong_to_right)
+                flips = (*(_cell(count, ",") for count in counts), _cell(turned.p_value, ".4g"))
+            values = (metric.student, metric.teacher, metric.difference)
+            rows.append(_row(one.label, name, task.primary, *values, *flips))
     return Table("Benchmark tasks", columns, tuple(rows)) if rows else None
-
-
-def _words(text: str) -> TableCell:
-    return TableCell(text, text or None)
-
-
-def _number(value: float | None, text: str | None = None) -> TableCell:
-    if value is None:
-        return TableCell()
-    return TableCell(f"{value:.4g}" if text is None else text, value)
-
-
-def _count(value: float | None) -> TableCell:
-    return TableCell() if value is None else TableCell(f"{value:,}", value)
-
-
-def _percent(value: float | None) -> TableCell:
-    return TableCell() if value is None else TableCell(f"{value:.0%}", value)
-
-
-def _estimate(value: Estimate | None) -> TableCell:
-    if value is None:
-        return TableCell()
-    error = "" if value.standard_error is None else f" ± {value.standard_error:.2g}"
-    return TableCell(f"{value.mean:.4g}{error}", value.mean)
-
-
-def _quartiles(value: Quartiles | None) -> TableCell:
-    return TableCell() if value is None else TableCell(str(value), value.median)
-
-
-def _mean(grid: Sequence[Sequence[float]]) -> float:
-    values = [value for row in grid for value in row]
-    return sum(values) / len(values)
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return ""
-    for unit, power in (("GB", 9), ("MB", 6)):
-        if size >= 10**power:
-            return f"{size / 10**power:.3g} {unit}"
-    return f"{size / 1000:.3g} kB"

@@ -16,6 +16,7 @@ from ...convert.families.rows import FAMILIES
 from ...convert.towers.tower import text_config
 from ...core.console import notice
 from ...core.errors import InvalidInput
+from ...core.units import show_bytes
 from ...models.caches import cache_of
 from ...models.causal_lm import Loaded
 from ..subject import Subject
@@ -86,12 +87,13 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
     for number, context in enumerate(student.contexts):
         sizes = [model.contexts[number] for model in models]
         label = f"cache of {context.tokens // 1024}k tokens ({stored})"
-        lines.append([label, *(_human(size.bytes) for size in sizes)])
+        lines.append([label, *(show_bytes(size.bytes) for size in sizes)])
         if found.memory is not None:
-            label = f"  sequences in {_human(found.memory)}"
+            label = f"  sequences in {show_bytes(found.memory)}"
             lines.append([label, *(str(size.largest_batch) for size in sizes)])
     if any(model.state_bytes for model in models):
-        shown = (f"{_human(model.state_bytes or 0)}, {model.growing_layers} layers grow" for model in models)
+        states = ((show_bytes(model.state_bytes or 0), model.growing_layers) for model in models)
+        shown = (f"{size}, {growing} layers grow" for size, growing in states)
         lines.append(["state of layers without attention", *shown])
     if found.ratio is not None:
         lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *blank])
@@ -257,10 +259,3 @@ def _windows_of(loaded: Loaded) -> list[int]:
     """Return the lengths up to which the cache grows in every layer."""
     window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
     return [max(2, int(window) - 1)] if window else []
-
-
-def _human(size: int) -> str:
-    for unit, power in (("GB", 9), ("MB", 6)):
-        if size >= 10**power:
-            return f"{size / 10**power:.1f} {unit}"
-    return f"{size / 1000:.1f} kB"

@@ -41,6 +41,9 @@ def measure(subject: Subject) -> PerplexityBlock:
     student, teacher, parent = (models.get(role) for role in ("student", "teacher", "parent"))
     assert student is not None
     counts = scores.counts
+    no_parent = "no folded parent"
+    if is_distilled(read_record(subject.paths["student"]) or {}):
+        no_parent = "the fold is not where kvfold.json says"
     difference = paired_difference(student.window_nll, teacher.window_nll, counts) if teacher else None
     return PerplexityBlock(
         student=student,
@@ -53,7 +56,7 @@ def measure(subject: Subject) -> PerplexityBlock:
             teacher.window_nll if teacher else None,
             parent.window_nll if parent else None,
             counts,
-            no_parent=_no_parent(subject),
+            no_parent=no_parent,
         ),
         window_tokens=tuple(map(int, counts)),
     )
@@ -93,12 +96,6 @@ def recovered_share(
             None, f"the fold lost {lost.mean:.2g} nats, within noise (2 SE = {2 * lost.standard_error:.2g})"
         )
     return RecoveredLoss(paired_difference(parent, student, weights).mean / lost.mean, None)
-
-
-def _no_parent(subject: Subject) -> str:
-    if is_distilled(read_record(subject.paths["student"]) or {}):
-        return "the fold is not where kvfold.json says"
-    return "no folded parent"
 
 
 def _measured(scores: Scores, role: str, windows: TextWindows, dtype: str) -> ModelPerplexity:

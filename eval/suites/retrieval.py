@@ -13,16 +13,16 @@ V vocabulary.
 import copy
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...checkpoints.quality_blocks import (
-    Estimate,
     Grid,
     NeedleDifference,
     NeedleMap,
@@ -31,7 +31,7 @@ from ...checkpoints.quality_blocks import (
 )
 from ...core.console import progress
 from ...models.causal_lm import Loaded
-from ..estimate import estimate, proportion, proportion_difference
+from ..estimate import Array, estimate, proportion, proportion_difference
 from ..scores import UNQUANTISED
 from ..subject import Subject
 from .catalogue import RetrievalSettings
@@ -52,14 +52,10 @@ def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
         for number, length in enumerate(maps[0].lengths):
             shares = (sum(one.choice[number]) / len(one.depths) for one in maps)
             lines.append([f"  the same at {length} tokens", *(f"{share:.3f}" for share in shares)])
-        if found.difference:
-            lines.append(["  generated right, - teacher's", str(found.difference[kind].accuracy), *blank])
-            lines.append(["  likeliest, - teacher's", str(found.difference[kind].choice), *blank])
-        if found.added:
-            lines.append(
-                ["  generated right, - without --cache-dtype", str(found.added[kind].accuracy), *blank]
-            )
-            lines.append(["  likeliest, - without --cache-dtype", str(found.added[kind].choice), *blank])
+        for other, of_kind in (("teacher's", found.difference), ("without --cache-dtype", found.added)):
+            if of_kind:
+                lines.append([f"  generated right, - {other}", str(of_kind[kind].accuracy), *blank])
+                lines.append([f"  likeliest, - {other}", str(of_kind[kind].choice), *blank])
     return lines
 
 
@@ -187,35 +183,35 @@ def _score(loaded: Loaded, cache: Any, last_BKV: Tensor, keys: Sequence[tuple[in
 
 def _map(lengths: tuple[int, ...], depths: tuple[float, ...], rows: Sequence[Mapping[str, Any]]) -> NeedleMap:
     """Return the map of one kind of needle from the answers at each length, sorted by depth."""
-    samples = len(rows[0]["exact"]) // len(depths)
+    # Of each length and depth the samples.
+    exact_LDN, rank_LDN = (
+        np.array([row[name] for row in rows], float).reshape(len(rows), len(depths), -1)
+        for name in ("exact", "rank")
+    )
+    choice_LDN = (rank_LDN == 1).astype(float)
 
-    def cells(name: str) -> list[list[list[float]]]:
-        return [[row[name][at * samples :][:samples] for at in range(len(depths))] for row in rows]
+    def grid(value_LDN: Array, of_cell: Callable[[list[float]], float]) -> Grid:
+        return tuple(tuple(of_cell(cell_N.tolist()) for cell_N in row_DN) for row_DN in value_LDN)
 
-    def means(values: list[list[list[float]]]) -> list[list[Estimate]]:
-        return [[proportion(cell) for cell in row] for row in values]
+    def shares(value_LDN: Array, name: str) -> Grid:
+        return grid(value_LDN, lambda cell: getattr(proportion(cell), name))
 
-    def grid(cells: list[list[Estimate]], name: str) -> Grid:
-        return tuple(tuple(getattr(one, name) for one in row) for row in cells)
-
-    def flat(values: list[list[list[float]]]) -> list[float]:
-        return [each for row in values for cell in row for each in cell]
-
-    exact, ranks = cells("exact"), cells("rank")
-    choice = [[[float(each == 1) for each in cell] for cell in row] for row in ranks]
-    exact_means, choice_means = means(exact), means(choice)
     return NeedleMap(
         lengths=lengths,
         depths=depths,
-        samples=samples,
-        accuracy=grid(exact_means, "mean"),
-        standard_error=grid(exact_means, "standard_error"),
-        low=grid(exact_means, "low"),
-        high=grid(exact_means, "high"),
-        choice=grid(choice_means, "mean"),
-        choice_standard_error=grid(choice_means, "standard_error"),
-        rank=tuple(tuple(sum(cell) / samples for cell in row) for row in ranks),
-        overall=NeedleMeans(proportion(flat(exact)), proportion(flat(choice)), estimate(flat(ranks))),
+        samples=exact_LDN.shape[-1],
+        accuracy=shares(exact_LDN, "mean"),
+        standard_error=shares(exact_LDN, "standard_error"),
+        low=shares(exact_LDN, "low"),
+        high=shares(exact_LDN, "high"),
+        choice=shares(choice_LDN, "mean"),
+        choice_standard_error=shares(choice_LDN, "standard_error"),
+        rank=grid(rank_LDN, lambda cell: sum(cell) / len(cell)),
+        overall=NeedleMeans(
+            proportion(exact_LDN.ravel().tolist()),
+            proportion(choice_LDN.ravel().tolist()),
+            estimate(rank_LDN.ravel().tolist()),
+        ),
     )
 
 
@@ -225,16 +221,15 @@ def _differences(
     if other not in found:
         return None
 
-    def exact(role: str, kind: str) -> list[float]:
-        return [each for row in found[role][kind] for each in row["exact"]]
-
-    def right(role: str, kind: str) -> list[float]:
-        return [float(each == 1) for row in found[role][kind] for each in row["rank"]]
+    def scores(role: str, kind: str, name: str) -> list[float]:
+        return [float(each == 1) for row in found[role][kind] for each in row[name]]
 
     return {
         kind: NeedleDifference(
-            proportion_difference(exact("student", kind), exact(other, kind)),
-            proportion_difference(right("student", kind), right(other, kind)),
+            *(
+                proportion_difference(scores("student", kind, name), scores(other, kind, name))
+                for name in ("exact", "rank")  # right digits are 1, and so is the rank of the right key
+            )
         )
         for kind in KINDS
     }

@@ -9,7 +9,7 @@ Legend: B sequences, C tokens of context.
 """
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -42,23 +42,15 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
         if cell.skipped is not None:
             lines.append([f"speed, {name}", f"skipped: {cell.skipped}", *blank])
             continue
-        timings = [getattr(cell, role, None) for role in roles]
-        lines.append(
-            [
-                f"prefill, {name}, tokens/s",
-                *(_show(timing, "prefill.tokens_per_second") for timing in timings),
-            ]
-        )
-        lines.append(
-            [f"decode, {name}, ms/step", *(_show(timing, "decode.milliseconds") for timing in timings)]
-        )
-        lines.append(["  tokens/s", *(_show(timing, "decode.tokens_per_second") for timing in timings)])
-        lines.append(
-            [
-                "  peak MB above weights",
-                *(f"{timing.peak_bytes / 1e6:,.1f}" if timing else "" for timing in timings),
-            ]
-        )
+        numbers: dict[str, Callable[[ModelSpeed], object]] = {
+            f"prefill, {name}, tokens/s": lambda speed: speed.prefill.tokens_per_second,
+            f"decode, {name}, ms/step": lambda speed: speed.decode.milliseconds,
+            "  tokens/s": lambda speed: speed.decode.tokens_per_second,
+            "  peak MB above weights": lambda speed: f"{speed.peak_bytes / 1e6:,.1f}",
+        }
+        timings: list[ModelSpeed | None] = [getattr(cell, role, None) for role in roles]
+        for label, number in numbers.items():
+            lines.append([label, *(str(number(timing)) if timing else "" for timing in timings)])
         if cell.prefill_speedup and cell.decode_speedup:
             lines.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup), *blank])
             lines.append(["  times as fast as the teacher, decode", str(cell.decode_speedup), *blank])
@@ -211,8 +203,3 @@ def _machine(subject: Subject) -> str:
     if subject.device == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def _show(timing: ModelSpeed | None, path: str) -> str:
-    phase, _, value = path.partition(".")
-    return "" if timing is None else str(getattr(getattr(timing, phase), value))

@@ -5,6 +5,7 @@ Costs of attention variants at a shape or at a model's, computed and, on request
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,14 +15,14 @@ from pydantic import BeforeValidator, Field
 from ..core.command_options import Option, read_options, takes
 from ..core.console import Command, show_json, show_table
 from ..core.errors import InvalidInput
-from ..core.files import write_whole
+from ..core.files import whole_file
 from ..core.option_types import Place, Tokens, as_list
 from ..core.settings import Settings
 from ..core.units import show_context
 
 if TYPE_CHECKING:
-    from .reference.costs import Costs
-    from .reference.multi_head import MultiHeadAttention
+    from ..convert.algebra.attention import Attention
+    from ..convert.families.source import Source
 
 # DeepSeek-V2's choice: a latent of four heads, a rotary key of half a head (arXiv 2405.04434, section
 # 2.1.4).
@@ -87,7 +88,7 @@ class LabRequest(Settings):
     devices: Annotated[tuple[str, ...], Option("--device", repeated=True)] = ("cpu",)
     """For `measure`; may be repeated."""
     plot: Place | None = None
-    """Also draw cache, FLOPs and times to an SVG."""
+    """Also draw cache, FLOPs and times to an SVG (matplotlib)."""
 
 
 @click.command("lab", cls=Command)
@@ -105,6 +106,8 @@ def main(as_json: bool, **options: Any) -> None:
     plot, counts = asked.plot, asked.lengths
     if plot is not None and plot.exists():
         raise InvalidInput(f"{plot} exists, and nothing is overwritten; name another file with --plot")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise InvalidInput("--plot needs matplotlib, which is not installed; pip install 'kvfold[report]'")
     shape, source = _shape(asked)
     report: dict[str, Any] = {
         "shape": asdict(shape),
@@ -123,8 +126,8 @@ def main(as_json: bool, **options: Any) -> None:
         _show_measured(report)
 
 
-def _shape(asked: LabRequest) -> tuple[Shape, "MultiHeadAttention | None"]:
-    """Return the shape asked for, and the source's first layer where there is a model without norms."""
+def _shape(asked: LabRequest) -> tuple[Shape, "Source | None"]:
+    """Return the shape asked for, and the model that it is of, where there is one."""
     source, layers = None, 1
     if asked.model is None:
         d_model, heads = asked.d_model, asked.heads
@@ -148,18 +151,10 @@ def _shape(asked: LabRequest) -> tuple[Shape, "MultiHeadAttention | None"]:
         from ..convert.families.source import open_source
         from ..core.hub import resolve
 
-        opened = open_source(resolve(asked.model))
-        layers, found = opened.layers, opened.geometry
+        source = open_source(resolve(asked.model))
+        layers, found = source.layers, source.geometry
         d_model, width = found.hidden_size, found.head_dim
         heads, kv_heads = found.num_attention_heads, found.num_key_value_heads
-        if asked.measure:
-            import torch
-
-            from .reference.multi_head import MultiHeadAttention
-
-            table_F, factor = opened.frequencies()
-            attention = opened.attention(0, factor).to(torch.float32)
-            source = MultiHeadAttention.from_weights(attention, table_F.tolist())
     if heads % kv_heads:
         raise InvalidInput(f"{heads} heads do not divide into {kv_heads} key/value heads; choose a divisor")
     return Shape(
@@ -189,35 +184,57 @@ def _variants(shape: Shape, asked: LabRequest) -> list[dict[str, Any]]:
         rows.append(latent(experts=asked.experts, top_k=2))
     if asked.latents:
         rows.append(costs.latent_query(shape.d_model, shape.heads, asked.latents))
-    return [_row(one, rows[0], shape.layers, asked.lengths, asked.dtype) for one in rows]
+    return [
+        {
+            "name": one.name,
+            "parameters": {**one.parameters, "total": one.total},
+            "cache_per_token": one.cache,
+            "cache_formula": one.cache_formula,
+            "cache_share": None if one.fixed_cache else one.cache / rows[0].cache,
+            "cache_per_sequence": one.fixed_cache,
+            "cache_bytes": {str(n): shape.layers * one.cache_bytes(n, asked.dtype) for n in asked.lengths},
+            "prefill_flops": {str(n): one.prefill(n) for n in asked.lengths},
+            "prefill_formula": one.prefill_formula,
+            "decode_flops": {str(n): one.decode(n) for n in asked.lengths},
+            "decode_formula": one.decode_formula,
+            "order": dict(zip(("prefill", "decode", "cache"), one.order, strict=True)),
+        }
+        for one in rows
+    ]
 
 
-def _row(one: "Costs", source: "Costs", layers: int, counts: Sequence[int], dtype: str) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "parameters": {**one.parameters, "total": one.total},
-        "cache_per_token": one.cache,
-        "cache_formula": one.cache_formula,
-        "cache_share": None if one.fixed_cache else one.cache / source.cache,
-        "cache_per_sequence": one.fixed_cache,
-        "cache_bytes": {str(n): layers * one.cache_bytes(n, dtype) for n in counts},
-        "prefill_flops": {str(n): one.prefill(n) for n in counts},
-        "prefill_formula": one.prefill_formula,
-        "decode_flops": {str(n): one.decode(n) for n in counts},
-        "decode_formula": one.decode_formula,
-        "order": dict(zip(("prefill", "decode", "cache"), one.order, strict=True)),
-    }
+def _layer(shape: Shape, source: "Source | None") -> "tuple[Attention, tuple[float, ...]]":
+    """Return the first layer of a model, or one with random weights, and radians per token of its pairs."""
+    import torch
+    from torch import nn
+
+    from ..convert.algebra.attention import Attention
+
+    if source is not None:
+        table_F, factor = source.frequencies()
+        return source.attention(0, factor).to(torch.float32), tuple(table_F.tolist())
+    width = shape.head_dim
+    if width % 2:
+        raise InvalidInput(f"heads of width {width} have no rotary pairs; the width must be even")
+    q_NHD, k_KHD, v_KHD = (
+        nn.Linear(shape.d_model, heads * width, bias=False).weight.detach().unflatten(0, (heads, width))
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    output = nn.Linear(shape.heads * width, shape.d_model, bias=False).weight.detach()
+    o_DNH = output.unflatten(1, (shape.heads, width))
+    table = tuple(10000.0 ** (-pair / width) for pair in range(0, width, 2)) if shape.rope else ()
+    return Attention(q_NHD=q_NHD, k_KHD=k_KHD, v_KHD=v_KHD, o_DNH=o_DNH, scale=width**-0.5), table
 
 
 def _measured(
-    shape: Shape, source: "MultiHeadAttention | None", counts: Sequence[int], devices: tuple[str, ...]
+    shape: Shape, source: "Source | None", counts: Sequence[int], devices: tuple[str, ...]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return times and memory of the source and its folds, and their outputs' distances from it."""
     import torch
 
     from ..convert.algebra.target import LatentTarget
     from .reference.folding import fold_to_groups, fold_to_latent
-    from .reference.multi_head import MultiHeadAttention
+    from .reference.modules import MultiHeadAttention, MultiHeadLatentAttention
     from .reference.trials import distances, run
 
     for device in devices:
@@ -226,75 +243,55 @@ def _measured(
                 f"--device {device} is not available here; use cpu, or cuda where torch has a GPU"
             )
     torch.manual_seed(0)
-    if source is None:
-        source = MultiHeadAttention(
-            shape.d_model,
-            shape.heads,
-            shape.kv_heads,
-            head_dim=shape.head_dim,
-            rope_theta=10000.0 if shape.rope else None,
-        )
+    layer, table = _layer(shape, source)
     sample_BTD, input_BTD = (
         torch.randn(2, TOKENS, shape.d_model, generator=torch.Generator().manual_seed(seed))
         for seed in (1, 2)
     )
-    modules: dict[str, Any] = {"source": source}
+    modules: dict[str, Any] = {"source": MultiHeadAttention(layer, table)}
     for groups in (n for n in range(shape.kv_heads - 1, 0, -1) if shape.kv_heads % n == 0):
-        modules["MQA" if groups == 1 else f"GQA-{groups}"] = fold_to_groups(source, groups, sample_BTD)
-    if bool(shape.rope) == bool(source.frequencies):
+        pooled = fold_to_groups(layer, table, groups, sample_BTD)
+        modules["MQA" if groups == 1 else f"GQA-{groups}"] = MultiHeadAttention(pooled, table)
+    if bool(shape.rope) == bool(table):
         target = LatentTarget(kv_lora_rank=shape.kv_rank, qk_rope_head_dim=shape.rope)
-        modules["MLA"] = fold_to_latent(source, target, sample_BTD)
-        modules["MLA, absorbed"] = modules["MLA"].absorb()
-    away = {name: distances(module, source, input_BTD) for name, module in modules.items()}
+        latent, slots = fold_to_latent(layer, table, target, sample_BTD)
+        modules["MLA"] = MultiHeadLatentAttention(latent, slots)
+        modules["MLA, absorbed"] = MultiHeadLatentAttention(latent, slots, absorbed=True)
+    away = [
+        {"name": name, **distances(module, modules["source"], input_BTD)} for name, module in modules.items()
+    ]
     trials = [
         asdict(run(name, module, shape.d_model, n, device))
         for device in devices
         for n in counts
         for name, module in modules.items()
     ]
-    return {
-        "distances": [
-            {"name": name, "relative_l2": off[0], "cosine_distance": off[1]} for name, off in away.items()
-        ],
-        "trials": trials,
-    }
+    return {"distances": away, "trials": trials}
 
 
 def _show_costs(report: dict[str, Any], counts: Sequence[int]) -> None:
     rows = report["variants"]
     matrices = list(dict.fromkeys(name for row in rows for name in row["parameters"] if name != "total"))
-    cells = [
-        [row["name"], *(_number(row["parameters"].get(name)) for name in (*matrices, "total"))]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        sizes = [row["parameters"].get(name) for name in (*matrices, "total")]
+        cells.append([row["name"], *("" if size is None else f"{size:,}" for size in sizes)])
     show_table("parameters of a layer", ("", *matrices, "total"), cells)
-    cells = [
-        [
-            row["name"],
-            row["cache_formula"],
-            _cached(row),
-            *(_bytes(row["cache_bytes"][str(n)]) for n in counts),
-        ]
-        for row in rows
-    ]
-    show_table(
-        f"KV cache, {report['dtype']}",
-        ("", "", "elements per token", *(f"{n} tokens" for n in counts)),
-        cells,
-    )
+    lengths = [f"{n} tokens" for n in counts]
+    cells = []
+    for row in rows:
+        cached = f"{row['cache_per_sequence']:,} in all"
+        if row["cache_share"] is not None:
+            cached = f"{row['cache_per_token']:,} ({row['cache_share']:.1%})"
+        sizes = [_bytes(row["cache_bytes"][str(n)]) for n in counts]
+        cells.append([row["name"], row["cache_formula"], cached, *sizes])
+    show_table(f"KV cache, {report['dtype']}", ("", "", "elements per token", *lengths), cells)
     for kind in ("prefill", "decode"):
-        cells = [
-            [
-                row["name"],
-                *(f"{row[f'{kind}_flops'][str(n)]:.3g}" for n in counts),
-                row["order"][kind],
-                row[f"{kind}_formula"],
-            ]
-            for row in rows
-        ]
-        show_table(
-            f"FLOPs of {kind}, a layer", ("", *(f"{n} tokens" for n in counts), "O(.)", "formula"), cells
-        )
+        cells = []
+        for row in rows:
+            flops = [f"{row[f'{kind}_flops'][str(n)]:.3g}" for n in counts]
+            cells.append([row["name"], *flops, row["order"][kind], row[f"{kind}_formula"]])
+        show_table(f"FLOPs of {kind}, a layer", ("", *lengths, "O(.)", "formula"), cells)
 
 
 def _show_measured(report: dict[str, Any]) -> None:
@@ -314,35 +311,35 @@ def _show_measured(report: dict[str, Any]) -> None:
 
 
 def _draw(report: dict[str, Any], counts: Sequence[int], file: Path) -> None:
-    from .reference.chart import Panel, draw
+    """Draw cache, FLOPs and times over the lengths, side by side; a variant has one colour in all of them."""
+    from matplotlib.figure import Figure
 
+    variants = report["variants"]
     kinds = {
         "cache_bytes": "KV cache, bytes",
         "prefill_flops": "prefill, FLOPs",
         "decode_flops": "FLOPs per decoded token",
     }
-    panels = [
-        Panel(title, {row["name"]: [(n, row[kind][str(n)]) for n in counts] for row in report["variants"]})
+    panels = {
+        title: {row["name"]: [(n, row[kind][str(n)]) for n in counts] for row in variants}
         for kind, title in kinds.items()
-    ]
-    for device in dict.fromkeys(trial["device"] for trial in report.get("trials", ())):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for trial in report["trials"]:
-            if trial["device"] == device:
-                name = report["variants"][0]["name"] if trial["name"] == "source" else trial["name"]
-                lines.setdefault(name, []).append((trial["tokens"], trial["prefill_seconds"]))
-        panels.append(Panel(f"prefill on {device}, seconds", lines))
-    write_whole(file, draw(panels))
-
-
-def _cached(row: dict[str, Any]) -> str:
-    if row["cache_share"] is None:
-        return f"{row['cache_per_sequence']:,} in all"
-    return f"{row['cache_per_token']:,} ({row['cache_share']:.1%})"
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
+    }
+    for trial in report.get("trials", ()):
+        name = variants[0]["name"] if trial["name"] == "source" else trial["name"]
+        lines = panels.setdefault(f"prefill on {trial['device']}, seconds", {})
+        lines.setdefault(name, []).append((trial["tokens"], trial["prefill_seconds"]))
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    drawn: dict[str, Any] = {}
+    figure = Figure(figsize=(4.5 * len(panels), 5), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for name, points in lines.items():
+            look = {"marker": "o", "color": f"C{names.index(name) % 10}"}
+            (drawn[name],) = axes.plot(*zip(*sorted(points), strict=True), **look)
+        axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4)
+    with whole_file(file) as temporary:
+        figure.savefig(temporary, format="svg")
 
 
 def _bytes(value: int) -> str:

@@ -83,8 +83,10 @@ def _show_plan(asked: "Migration", as_json: bool) -> None:
         )
         for name, plan in plans
     ]
-    columns = ("step", asked.to, "cache per token and layer", "training steps", "on disk")
-    show_table(f"{asked.model} until {asked.bound.text} does not hold; {asked.text.name}", columns, rows)
+    columns = ("step", asked.wanted.to, "cache per token and layer", "training steps", "on disk")
+    show_table(
+        f"{asked.wanted.model} until {asked.bound.text} does not hold; {asked.text.name}", columns, rows
+    )
     show_text(
         f"The folds take {cost} on this machine while nothing else runs; distillation and evaluation are not "
         "included"
@@ -94,7 +96,7 @@ def _show_plan(asked: "Migration", as_json: bool) -> None:
 def _show(asked: "Migration", report: dict[str, Any]) -> None:
     from .migrate_call import migration_grid
 
-    grid = migration_grid({**report, "source": asked.model})
+    grid = migration_grid({**report, "source": asked.wanted.model})
     show_table(grid.title, grid.columns, grid.rows)
     if report["met"]:
         fold = ", the fold itself" if report["kept"] == "folded" else ""

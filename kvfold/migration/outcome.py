@@ -85,7 +85,7 @@ def arrive(
         "kept": chosen["kept"],
         "until": asked.bound.text,
         "source": str(asked.source),
-        "to": asked.to,
+        "to": asked.wanted.to,
         "identity": identity,
         "calibration": asked.calibration,
         "distillation": asked.asked()["recipe"],
@@ -102,11 +102,16 @@ def arrive(
     replace_text(place / "report.json", text + "\n")
     lasting = {}  # where a step's checkpoint is once the search has ended; the output if it is nowhere
     for name in (Path(step["kept"], step["step"]) for step in found):
-        stays = asked.keep_steps and asked.partial / name != origin
+        stays = asked.wanted.keep_steps and asked.partial / name != origin
         lasting[asked.partial / name] = out.resolve() / "steps" / name if stays else out.resolve()
     _write_page(lasting, place / PAGE)
-    if asked.keep_steps:
-        _keep_steps(asked, origin, place / "steps")
+    if asked.wanted.keep_steps:
+        # As links: a run that is stopped here finds them where they were.
+        shutil.rmtree(place / "steps", ignore_errors=True)
+        for found_at in sorted(asked.partial.glob("folded/*")) + sorted(asked.partial.glob("distilled/*")):
+            if found_at != origin and not found_at.name.endswith(".partial"):
+                kept = place / "steps" / found_at.relative_to(asked.partial)
+                shutil.copytree(found_at, kept, copy_function=link_or_copy)
     for kind in (RECORD_FILE, "eval.json", CARD_FILE):
         for file in sorted(place.rglob(kind)):
             replace_text(file, _moved(file.read_text(encoding="utf-8"), moved))
@@ -157,18 +162,6 @@ def _write_page(places: dict[Path, Path], page: Path) -> None:
         for group in read_groups(list(places))
     ]
     write(compose(groups), page, None)
-
-
-def _keep_steps(asked: Migration, origin: Path, kept: Path) -> None:
-    """Put all other checkpoints into the output, as links.
-
-    A run that is stopped here finds them where they were.
-    """
-    shutil.rmtree(kept, ignore_errors=True)
-    for kind in ("folded", "distilled"):
-        for path in sorted((asked.partial / kind).iterdir()):
-            if path != origin and not path.name.endswith(".partial"):
-                shutil.copytree(path, kept / kind / path.name, copy_function=link_or_copy)
 
 
 def _moved(content: str, places: dict[str, str]) -> str:

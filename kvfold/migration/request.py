@@ -5,17 +5,22 @@
 Each checkpoint appears under its name only when it is whole, so the same command resumes after the last one.
 """
 
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..convert.decide.plan import Plan
 from ..convert.families.source import open_source
+from ..core.command_options import words_of
+from ..core.units import show_percent, show_trained
 from ..core.work import working_directory
 from ..distill.recipe.recipe import Recipe
 from ..eval.assertions import Assertion
 from ..eval.options import Options
 from ..texts.corpus import Text
+from .migration_options import MigrationOptions
 
 SCHEMA = 1
 
@@ -40,36 +45,33 @@ class Migration:
     """A checked request.
 
     Attributes:
-        model: the source as the user named it.
-        source: its directory.
-        to: `gqa`, `mqa` or `mla`.
+        wanted: the request as the user made it.
+        source: the directory of its model.
         steps: from the largest cache to the smallest.
         bound: the condition on an evaluation.
         text: held-out text.
         options: how the text is read.
         calibration: the arguments of `study`.
-        effort: of the folds.
         refine: steps of the fold's refinement.
         recipe: of every step's distillation; student and output are filled in.
-        out: the output as the user named it.
-        keep_steps: whether every step's checkpoints stay, in `<out>/steps`.
-        command: the command that makes the same output again, without `--out`.
+        overrides: of the recipe, as `--set` has them.
     """
 
-    model: str
+    wanted: MigrationOptions
     source: Path
-    to: str
     steps: tuple[Step, ...]
     bound: Assertion
     text: Text
     options: Options
     calibration: dict[str, Any]
-    effort: str
     refine: int
     recipe: Recipe
-    out: Path
-    keep_steps: bool
-    command: str
+    overrides: tuple[str, ...]
+
+    @property
+    def out(self) -> Path:
+        """The output as the user named it."""
+        return self.wanted.out
 
     @property
     def partial(self) -> Path:
@@ -81,23 +83,39 @@ class Migration:
         """The output if no step stays within the bound."""
         return Path(f"{self.out}.unmet")
 
+    @property
+    def command(self) -> str:
+        """The command that makes the same output again, without `--out`."""
+        wanted = self.wanted
+        others = {"model", "to", "until", "out", "settings", "keep_steps"}
+        values = wanted.model_dump(exclude=others, exclude_defaults=True, exclude_none=True)
+        if "steps" in values:
+            values["steps"] = tuple(map(show_percent, values["steps"]))
+        if "tokens_per_step" in values:
+            values["tokens_per_step"] = show_trained(wanted.tokens_per_step)
+        words = words_of(MigrationOptions, {"to": wanted.to, "until": wanted.until, **values})
+        settings = [f"{key}={json.dumps(value)}" for key, value in wanted.settings.items()]
+        words += [word for setting in [*self.overrides, *settings] for word in ("--set", setting)]
+        return shlex.join(["kvfold", "migrate", wanted.model, *words])
+
     def asked(self) -> dict[str, Any]:
         """Return everything that the numbers depend on.
 
         It must stay the same between two runs; the bound and the list of steps may change.
         """
-        recipe = self.recipe.resolved()
         return {
             "kvfold_migrate": SCHEMA,
             "source": open_source(self.source).checkpoint.identity(),
-            "to": self.to,
+            "to": self.wanted.to,
             "text": self.text.sha256,
             "window": self.options.window,
             "max_windows": self.options.max_windows,
             "calibration": self.calibration,
-            "effort": self.effort,
+            "effort": self.wanted.effort,
             "refine": self.refine,
             "recipe": {
-                key: value for key, value in recipe.items() if key not in {"student", "output", "save"}
+                key: value
+                for key, value in self.recipe.resolved().items()
+                if key not in {"student", "output", "save"}
             },
         }

@@ -1,8 +1,6 @@
 """The reading of options of `kvfold migrate`: the bound, the sizes, and the recipe of every step."""
 
-import json
 import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +10,6 @@ from ..convert.efforts import EFFORTS
 from ..convert.families.source import Source, open_source
 from ..convert.request import FoldRequest, fold_request
 from ..convert.settle.settle import make_plan
-from ..core.command_options import words_of
 from ..core.console import notice, processes_in_all
 from ..core.errors import InvalidInput, renamed
 from ..core.hub import resolve
@@ -33,7 +30,6 @@ from ..texts.sources import check_encoding, check_source
 from .migration_options import STEPS, WINDOW, MigrationOptions
 from .request import Migration, Step
 
-SUITES = ("ppl", "fidelity", "cache")
 _BOUNDED = ("ppl", "fidelity")  # suites that measure what a bound may be about
 _EXAMPLES = "'ppl<1.02x' or 'kl<0.05'"
 # How a fold with less loss compares with a bound, by the third part of a number's path.
@@ -42,7 +38,6 @@ _BETTER = {
     **dict.fromkeys(("delta_p_rms", "kl_by_position"), "<"),
     **dict.fromkeys(("same_top1", "recovered_share", "nll_correlation"), ">"),
 }
-_CONSTANT = ("teacher", "parent", "window_tokens")  # what no fold of the source changes
 # Keys of the recipe that are filled in by options.
 _OPTIONS = {
     "evaluate.source": "--text",
@@ -59,30 +54,25 @@ def read_bound(text: str) -> Assertion:
     number that the suites `ppl` and `fidelity` measure.
 
     Raises:
-        InvalidInput: the text has another form, limits the cache size, or gets easier to meet as loss grows.
+        InvalidInput: the text has another form, or does not limit the loss.
     """
     times = re.fullmatch(r"\s*ppl\s*([<>]=?)\s*(\d+(?:\.\d*)?)x\s*", text)
     known = f"{_EXAMPLES}, of {', '.join(short_names(_BOUNDED))}"
-    if re.match(r"\s*(suites\.)?cache\b", text):
-        raise InvalidInput(
-            f"--until {text!r} bounds the cache, which --steps decides before any work; name sizes there, "
-            f"such as --steps 25%, and bound what they lose, for example {_EXAMPLES}"
-        )
     bound = parse(
         f"ppl.ratio{times[1]}{times[2]}" if times else text,
-        SUITES,
+        _BOUNDED,
         label=f"--until {text!r}",
         examples=known,
         not_run=f"bound what kvfold migrate measures, for example {known}",
     )
-    if bound.path[0] != "suites" or bound.path[2] in _CONSTANT:
+    better = _BETTER.get(bound.path[2]) if bound.path[0] == "suites" else None
+    if better is None:
         raise InvalidInput(f"--until {text!r} does not limit the loss; write for example {known}")
     if not times and bound.path[-1] == "perplexity" and bound.bound < 2:
         raise InvalidInput(
             f"--until {text!r} bounds the perplexity itself, which is hardly ever below 2; did you mean "
             f"'{text.strip()}x'?"
         )
-    better = _BETTER.get(bound.path[2], bound.relation[0])
     if bound.relation[0] != better:
         meant = text.strip().replace(bound.relation, better + bound.relation[1:])
         raise InvalidInput(
@@ -123,9 +113,8 @@ def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Mi
         )
     effort = EFFORTS[asked.effort]
     return Migration(
-        model=asked.model,
+        wanted=asked,
         source=directory,
-        to=asked.to,
         steps=_read_steps(source, asked.to, asked.steps),
         bound=bound,
         text=content,
@@ -137,26 +126,10 @@ def read_request(asked: MigrationOptions, overrides: tuple[str, ...] = ()) -> Mi
             "length": None if default_length(source, calibration) <= window else window,
             "seed": asked.seed,
         },
-        effort=asked.effort,
         refine=effort.steps if asked.refine is None else asked.refine,
         recipe=_read_recipe(source, asked, window, overrides),
-        out=asked.out,
-        keep_steps=asked.keep_steps,
-        command=_command(asked, overrides),
+        overrides=overrides,
     )
-
-
-def _command(asked: MigrationOptions, overrides: tuple[str, ...]) -> str:
-    others = {"model", "to", "until", "out", "settings", "keep_steps"}
-    values = asked.model_dump(exclude=others, exclude_defaults=True, exclude_none=True)
-    if "steps" in values:
-        values["steps"] = tuple(map(show_percent, values["steps"]))
-    if "tokens_per_step" in values:
-        values["tokens_per_step"] = show_trained(asked.tokens_per_step)
-    words = words_of(MigrationOptions, {"to": asked.to, "until": asked.until, **values})
-    settings = [f"{key}={json.dumps(value)}" for key, value in asked.settings.items()]
-    words += [word for setting in [*overrides, *settings] for word in ("--set", setting)]
-    return shlex.join(["kvfold", "migrate", asked.model, *words])
 
 
 def _read_steps(source: Source, to: str, shares: tuple[float, ...] | None) -> tuple[Step, ...]:

@@ -344,8 +344,11 @@ def check_comparable(ours: Described, theirs: Described, text: str) -> None:
     Raises:
         InvalidInput: the tokenizers differ, or the vocabularies differ by more than padding.
     """
-    sample = text[:_SAMPLE]
-    if _reading(ours, sample) != _reading(theirs, sample):
+    readings = []
+    for tokenizer in (ours.tokenizer, theirs.tokenizer):
+        ids = tokenizer(text[:_SAMPLE], add_special_tokens=False, verbose=False).input_ids
+        readings.append((tokenizer.get_vocab(), tokenizer.bos_token_id, ids))
+    if readings[0] != readings[1]:
         raise InvalidInput(
             f"{ours.path} and {theirs.path} have different tokenizers; a teacher must share the vocabulary "
             "of its student"
@@ -356,10 +359,3 @@ def check_comparable(ours: Described, theirs: Described, text: str) -> None:
             f"{ours.path} has {ours.vocabulary} logits and {theirs.path} {theirs.vocabulary}, but their "
             f"tokenizer has {len(ours.tokenizer)} entries; the vocabularies may differ only by padding"
         )
-
-
-def _reading(loaded: Described, sample: str) -> tuple[dict[str, int], int | None, list[int]]:
-    """Return how a tokenizer reads a sample: its vocabulary, its BOS and the token ids."""
-    tokenizer = loaded.tokenizer
-    ids = tokenizer(sample, add_special_tokens=False, verbose=False).input_ids
-    return tokenizer.get_vocab(), tokenizer.bos_token_id, ids

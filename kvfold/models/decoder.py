@@ -236,18 +236,18 @@ class Decoder:
     @torch.no_grad()
     def _inner_call(self, number: int, call: LayerCall, hidden_BSD: Tensor) -> LayerCall:
         """Record how a layer calls its attention, hidden states included."""
+        seen: list[LayerCall] = []
 
         def stop(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            raise _Called(LayerCall(arguments, named))
+            seen.append(LayerCall(arguments, named))
+            raise _Stopped
 
         hook = self.attention(number).register_forward_pre_hook(stop, with_kwargs=True)
-        try:
+        with ExitStack() as stack, suppress(_Stopped):
+            stack.callback(hook.remove)
             self.layer(number).forward(hidden_BSD, *call.arguments, **call.named)
-        except _Called as called:
-            return called.call
-        finally:
-            hook.remove()
-        raise AssertionError("a decoder layer did not call its attention")
+        assert seen, "a decoder layer did not call its attention"
+        return seen[0]
 
     @contextmanager
     def seen_by(self, see: See) -> Iterator[None]:
@@ -267,14 +267,6 @@ class Decoder:
 
 class _Stopped(Exception):
     """The model has called the layers that matter."""
-
-
-class _Called(Exception):
-    """A layer has called its attention."""
-
-    def __init__(self, call: LayerCall) -> None:
-        super().__init__()
-        self.call = call
 
 
 def _outermost_attention(layer: nn.Module) -> list[str]:

@@ -53,14 +53,17 @@ def check_weights(checkpoint: Checkpoint, layers: str) -> dict[str, RotaryTable]
         InvalidInput: transformers refuses the configuration, a weight is missing or has another shape, or a
             layer has one that the class ignores. A notice names ignored weights elsewhere.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
-    _check_generation(checkpoint.directory)  # the identity is of the weights and config.json
+    directory = checkpoint.directory
+    if (directory / "generation_config.json").is_file():  # the identity is of the weights and config.json
+        read_json(directory / "generation_config.json")
+        with loading_failures(directory, "generation_config.json"), no_warnings():
+            GenerationConfig.from_pretrained(directory, local_files_only=True)
     identity = checkpoint.identity()
-    known = _checked.get(checkpoint.directory)
+    known = _checked.get(directory)
     if known is not None and known[0] == identity:
         return known[1]
-    directory = checkpoint.directory
     config = _stock_config(directory)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InvalidInput(f"{directory} is no causal language model of transformers; name one")
@@ -263,14 +266,3 @@ def _rotary_tables(model: Any) -> dict[str, RotaryTable]:
                 factor = float(getattr(made, f"{kind}attention_scaling"))
                 tables[kind.rstrip("_")] = RotaryTable(getattr(made, name), factor)
     return tables
-
-
-def _check_generation(directory: Path) -> None:
-    """Check that transformers reads generation_config.json, where there is one."""
-    from transformers import GenerationConfig
-
-    file = directory / "generation_config.json"
-    if file.is_file():
-        read_json(file)
-        with loading_failures(directory, "generation_config.json"), no_warnings():
-            GenerationConfig.from_pretrained(directory, local_files_only=True)

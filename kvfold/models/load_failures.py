@@ -1,13 +1,11 @@
 """Failures of transformers to read a model directory, as one sentence each, and its silence meanwhile."""
 
-import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 
-from ..core.errors import InvalidInput, bounded
+from ..core.errors import InvalidInput
 from ..core.memory import is_full
 from ..core.untrusted import printable
 
@@ -23,16 +21,6 @@ _NAMED = (
     AssertionError,
     ArithmeticError,
 )
-_STYLE = re.compile(r"\x1b\[\d*m")  # transformers makes words bold or coloured with these
-
-
-class _Printable(logging.Filter):
-    """A filter that makes messages printable, in which transformers quotes names and values of files."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        lines = _STYLE.sub("", record.getMessage()).splitlines()
-        record.msg, record.args = "\n".join(bounded(printable(line)) for line in lines), None
-        return True
 
 
 def _is_refusal(kind: type[BaseException]) -> bool:
@@ -49,14 +37,9 @@ def _is_refusal(kind: type[BaseException]) -> bool:
 def loading_failures(directory: Path, part: str) -> Iterator[None]:
     """Turn a failure of transformers to read a directory into a sentence.
 
-    What transformers logs meanwhile is made printable, since it quotes names and values of the files.
-
     Raises:
         InvalidInput: names the directory, the exception and its reason.
     """
-    handlers, printing = list(logging.getLogger("transformers").handlers), _Printable()
-    for handler in handlers:
-        handler.addFilter(printing)
     try:
         yield
     except InvalidInput:
@@ -68,9 +51,6 @@ def loading_failures(directory: Path, part: str) -> Iterator[None]:
         raise InvalidInput(
             f"the {part} of {printable(directory)} cannot be loaded ({type(error).__name__}): {reason}"
         ) from error
-    finally:
-        for handler in handlers:
-            handler.removeFilter(printing)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from ..core.memory import enough_memory
 
 # Of the drawn inputs: on so many, a share of two squares is steady to a few percent.
 SEQUENCES, LENGTH = 2, 256
-NATS, SHARE = "nats", "share"  # units of a prediction
 
 
 # By the name of the format of the cache, None for no format.

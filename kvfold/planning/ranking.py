@@ -15,7 +15,7 @@ from ..core.console import progress
 from ..core.errors import InvalidInput
 from .candidates import Candidate
 from .demand import Bounds, Decoding, Demand, decoding, demand, held, parameters, token_bytes
-from .prediction import NATS, SHARE, PredictedLosses
+from .prediction import PredictedLosses
 
 # By slots that statistics choose, and by uniform ones (CHANGELOG.md).
 _SLOTS = "0.128 instead of 0.175 nats, story-1m-gqa at 25%"
@@ -31,7 +31,7 @@ class Row:
         candidate: the target.
         demand, decoding: what it takes there.
         fits: whether that is within the bounds.
-        loss: predicted, in the unit of the advice; None where it was not or cannot be predicted.
+        loss: predicted: nats per token, or by weights alone a share; None where it was not or cannot be.
         held: elements per token and layer on one rank.
         saves: its cache takes fewer bytes there than the source's in the source's dtype.
         kind: the number format of the cache; None: the output's dtype.
@@ -89,48 +89,20 @@ class Row:
         return {"dtype": self.kind.name, "bytes_per_token": stored, "bytes_share": self.share}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    """Candidates in the order of a goal, those that do not fit last.
+def alternative(rows: Sequence[Row]) -> Row | None:
+    """Return a row that weights alone cannot tell from the first, which is chosen, and that runs more widely.
 
-    Attributes:
-        bounds: the limits that were asked for.
-        goal: the order that was asked for.
-        unit: of the losses: `nats` per token, or the `share` that weights alone predict.
-        rows: the candidates.
-        reason: why the first was chosen; None where none fits.
+    It caches and moves as little, and lacks only the slots that statistics will choose for the other.
     """
-
-    bounds: Bounds
-    goal: Goal
-    unit: str
-    rows: tuple[Row, ...]
-    reason: str | None
-
-    @property
-    def chosen(self) -> Row | None:
-        """Return the first row that fits; None where none does."""
-        return self.rows[0] if self.reason is not None else None
-
-    @property
-    def alternative(self) -> Row | None:
-        """Return a row that weights alone cannot tell from the chosen one, and that runs more widely.
-
-        It caches and moves as little, and lacks only the slots that statistics will choose for the other.
-        """
-        chosen = self.chosen
-        if chosen is None or not chosen.candidate.allocates:
-            return None
-        engines = set(chosen.candidate.served_by)
-        for row in self.rows:
-            is_equal = row.fits and (row.loss, row.held, row.kind) == (chosen.loss, chosen.held, chosen.kind)
-            if (
-                is_equal
-                and row.decoding.bytes <= chosen.decoding.bytes
-                and engines < set(row.candidate.served_by)
-            ):
-                return row
+    chosen = rows[0]
+    if not chosen.candidate.allocates:
         return None
+    for row in rows:
+        is_equal = row.fits and (row.loss, row.held, row.kind) == (chosen.loss, chosen.held, chosen.kind)
+        runs_more_widely = {*chosen.candidate.served_by} < {*row.candidate.served_by}
+        if is_equal and row.decoding.bytes <= chosen.decoding.bytes and runs_more_widely:
+            return row
+    return None
 
 
 def place(candidate: Candidate, bounds: Bounds, kind: CacheDtype | None = None) -> Row:
@@ -202,13 +174,17 @@ def predict_rows(
     return predicted
 
 
-def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, calibrated: bool) -> Advice:
-    """Order rows, which are predicted where they fit, by a goal.
+def rank(
+    rows: Sequence[Row], goal: Goal, tolerance: float, *, calibrated: bool
+) -> tuple[list[Row], str | None]:
+    """Order rows, which are predicted where they fit, by a goal; those that do not fit come last.
 
     It is `quality`, the least predicted loss, or `speed`, the least bytes per decoded token of those within
     the tolerance. That is in nats if `calibrated`, as the losses are.
+
+    Returns:
+        The rows, and why the first was chosen; None where none fits.
     """
-    unit = NATS if calibrated else SHARE
     fitting = sorted((row for row in rows if row.fits), key=_by_loss)
     others = [row for row in rows if not row.fits]
     within = [row for row in fitting if row.loss is not None and row.loss <= tolerance]
@@ -216,8 +192,8 @@ def rank(rows: Sequence[Row], bounds: Bounds, goal: Goal, tolerance: float, *, c
         beyond = [row for row in fitting if row not in within]
         within.sort(key=lambda row: (not row.saves, row.decoding.bytes, *_by_loss(row)))
         fitting = [*within, *beyond]
-    reason = _reason(fitting, within, goal, tolerance, unit) if fitting else None
-    return Advice(bounds=bounds, goal=goal, unit=unit, rows=(*fitting, *others), reason=reason)
+    reason = _reason(fitting, len(within), goal, tolerance, calibrated) if fitting else None
+    return [*fitting, *others], reason
 
 
 def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, bool, int]:
@@ -238,9 +214,8 @@ def _by_loss(row: Row) -> tuple[bool, bool, float, float, bool, bool, int]:
     )
 
 
-def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance: float, unit: str) -> str:
-    best = fitting[0]
-    count = len(fitting)
+def _reason(fitting: Sequence[Row], within: int, goal: Goal, tolerance: float, calibrated: bool) -> str:
+    best, count = fitting[0], len(fitting)
     if not best.saves:
         return (
             f"none of the {count} that fit takes less of a rank than the source does; keep the source, or "
@@ -250,7 +225,7 @@ def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance
         return f"the largest cache of the {count} that fit; for this attention no loss can be predicted"
     lost = (
         f"{best.loss:.4f} nats per token"
-        if unit == NATS
+        if calibrated
         else f"{best.loss:.1%} of the attention's output, by weights alone"
     )
     if goal == "quality":
@@ -261,7 +236,7 @@ def _reason(fitting: Sequence[Row], within: Sequence[Row], goal: Goal, tolerance
             f"{tolerance:g}"
         )
     return (
-        f"fewest bytes moved per decoded token ({lost}) of the {len(within)} that fit within the "
+        f"fewest bytes moved per decoded token ({lost}) of the {within} that fit within the "
         f"tolerance of {tolerance:g}"
     )
 

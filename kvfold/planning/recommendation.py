@@ -1,7 +1,7 @@
 """`kvfold.plan`: the targets that a source could be folded to, ranked, and the one to take."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from .demand import Bounds
 from .loss_curve import SHARES as CURVE_SHARES
 from .loss_curve import check_picture, draw, points_of
 from .prediction import source_loss
-from .ranking import Advice, Row, compare, place, place_all, predict_rows, rank, what_would_fit
+from .ranking import Row, alternative, compare, place, place_all, predict_rows, rank, what_would_fit
 from .request import PlanRequest
 
 __all__ = ["Candidates", "PlanRequest", "recommend"]
@@ -196,16 +196,25 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
     else:
         read_saved(source, request.calibration, None)  # a wrong name is one also where nothing fits
     rows = predict_rows(rows, bounds, statistics, every=wants_curve)
-    advice = rank(rows, bounds, request.goal, request.tolerance, calibrated=statistics is not None)
+    ranked, reason = rank(rows, request.goal, request.tolerance, calibrated=statistics is not None)
     unchanged = plan_source(source, inside)
-    report = _report(source, advice, refused, request, statistics, unchanged)
+    report = _report(source, ranked, reason, bounds, request, statistics, unchanged)
+    report["refused"] = refused
     report["cache_dtypes"] = [kind.name for kind in kinds]
     report["source_stored"] = _stored(unchanged, bounds, kinds, statistics)
     if kinds:
         _mark_front([*report["candidates"], *report["source_stored"]])
         _tell_source(report)
     if wants_curve:
-        report["curve"] = _curve(rows, advice.unit, request)
+        report["curve"] = points = points_of(rows)
+        if request.png is not None:
+            if not points:
+                raise InvalidInput(
+                    f"--png {request.png}: no loss of this source's attention can be predicted, so there "
+                    f"is nothing to draw"
+                )
+            name = Path(request.model).name or request.model
+            draw(points, statistics is not None, f"predicted loss of {name}", request.png)
     if request.context is not None and request.context > source.positions:
         notice(
             f"--context {request.context} exceeds the source's max_position_embeddings, {source.positions}"
@@ -241,13 +250,13 @@ def _command(row: Row, request: PlanRequest) -> str:
 
 def _report(
     source: Source,
-    advice: Advice,
-    refused: dict[str, str],
+    rows: Sequence[Row],
+    reason: str | None,
+    bounds: Bounds,
     request: PlanRequest,
     statistics: Statistics | None,
     unchanged: Candidate | None,
 ) -> dict[str, Any]:
-    bounds, chosen, other = advice.bounds, advice.chosen, advice.alternative
     own = None
     if unchanged is not None:
         whole = place(unchanged, bounds).to_dict()
@@ -257,21 +266,20 @@ def _report(
         unit = "nats per token, before refinement"
         calibration = {"text": statistics.calibration, "tokens": statistics.tokens}
     said = None
-    if chosen is not None:
-        alternative = None
-        if other is not None:
-            alternative = {
-                "label": other.name,
-                "reason": compare(chosen, other),
-                "command": _command(other, request),
-            }
+    if reason is not None:
+        chosen, other = rows[0], alternative(rows)
         said = {
             "label": chosen.name,
-            "reason": advice.reason,
+            "reason": reason,
             "command": _command(chosen, request),
             "fold": cost_by_default(chosen.asked, request.sequences).to_dict(),
-            "alternative": alternative,
+            "alternative": None,
         }
+        if other is not None:
+            words = compare(chosen, other)
+            said["alternative"] = {
+                "label": other.name, "reason": words, "command": _command(other, request)
+            }  # fmt: skip
     return {
         "source": str(source.checkpoint.directory),
         "family": source.family.label,
@@ -280,14 +288,14 @@ def _report(
         "memory": bounds.memory,
         "tp": bounds.ranks.tensor,
         "dcp": bounds.ranks.context,
-        "goal": advice.goal,
+        "goal": request.goal,
         "unit": unit,
         "calibration": calibration,
         "unchanged": own,
-        "candidates": [{**row.to_dict(), "command": _command(row, request)} for row in advice.rows],
-        "refused": refused,
+        "candidates": [{**row.to_dict(), "command": _command(row, request)} for row in rows],
+        "refused": {},
         "chosen": said,
-        "would_fit": None if chosen else what_would_fit(advice.rows, bounds),
+        "would_fit": None if said else what_would_fit(rows, bounds),
     }
 
 
@@ -330,19 +338,6 @@ def _tell_source(report: dict[str, Any]) -> None:
             f"the source itself fits with its cache in {best['cache']['dtype']}, and is predicted to lose "
             f"less than {chosen['label']}"
         )
-
-
-def _curve(rows: list[Row], unit: str, request: PlanRequest) -> list[dict[str, Any]]:
-    points = points_of(rows)
-    if request.png is not None:
-        if not points:
-            raise InvalidInput(
-                f"--png {request.png}: no loss of this source's attention can be predicted, so there "
-                f"is nothing to draw"
-            )
-        name = Path(request.model).name or request.model
-        draw(points, unit, f"predicted loss of {name}", request.png)
-    return [asdict(point) for point in points]
 
 
 def _tell_small(source: Source) -> None:

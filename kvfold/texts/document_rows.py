@@ -35,7 +35,6 @@ SHUFFLE_BUFFER = 2000  # documents, from which the next one is drawn; all of the
 UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, zlib.error, ImportError, NotImplementedError)
 _CHECKED = 2**26  # bytes of a JSON file that is checked before it is read in this process
 _PLAIN = "plain"  # instead of the name of a builder: whole files of text, not compressed
-_NO_ROWS = "BatchSize must be greater than 0"  # Arrow's word for a Parquet file whose first group has no row
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,6 @@ def explain(error: BaseException, source: DocumentSource) -> InvalidInput:
             f"{source.called} takes more memory than is free; write it with shorter documents and, as "
             "Parquet, with smaller row groups"
         )
-    if _NO_ROWS in str(error):
-        return InvalidInput(f"{source.called} holds a Parquet file without rows; leave that file out")
     reason = printable(" ".join(str(error).split())) or type(error).__name__
     with suppress(OSError, RuntimeError, InvalidInput):  # what its owner can find
         files = find_files(source.place, source.option)

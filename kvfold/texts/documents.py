@@ -19,7 +19,6 @@ from .calibration_name import parts
 from .document_rows import DocumentSource
 from .sources import read_texts
 from .text_files import (
-    can_open,
     compression,
     exists,
     find_files,
@@ -113,8 +112,8 @@ def _documents(text: str, block: int, seed: int) -> Iterable[str]:
     """Return documents in an order of the seed; a plain text is cut into blocks of so many characters."""
     check_calibration(text)
     file = Path(text)
-    is_read_whole = is_plain_text(file) or kind(file) == ".jsonl"
-    if text != "stdlib" and file.is_file() and is_read_whole and can_open(file):
+    is_read_whole = (is_plain_text(file) or kind(file) == ".jsonl") and compression(file) != ".zst"
+    if text != "stdlib" and file.is_file() and is_read_whole:
         generator = torch.Generator().manual_seed(seed)
         return _read_blocks(file, block, generator) if is_plain_text(file) else _read_lines(file, generator)
     return _read_stream(text, seed)

@@ -88,12 +88,7 @@ def _look_up(name: str, called: str) -> list[Path]:
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*")) if builder_of(file) and _is_inside(file, path)]
         if not found:
-
-            def fail(error: OSError) -> None:  # of a directory that cannot be listed, which a search skips
-                raise error
-
-            for _ in os.walk(path, onerror=fail):
-                pass
+            os.listdir(path)  # which a search skips if it cannot be listed
             raise InvalidInput(
                 f"{called} is a directory that holds no file of a known kind; name one of {KINDS}"
             )
@@ -155,8 +150,3 @@ def flaw_of_utf8(file: Path) -> int | None:
             if not content:
                 return None
             read += len(content)
-
-
-def can_open(file: Path) -> bool:
-    """Return True if `open_text` knows the compression of a file."""
-    return compression(file) in {"", *_DECOMPRESSORS}

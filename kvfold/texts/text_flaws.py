@@ -48,15 +48,10 @@ def _flaw_of_json(file: Path, called: str) -> str | None:
         except UnicodeDecodeError as error:
             return utf8_flaw(f"{called}line {number}" if number else called.strip() or "it", error.start)
         except json.JSONDecodeError as error:
-            if number:
-                return (
-                    f"{called}line {number} is not JSON ({error.msg}, column {error.colno}); write one JSON "
-                    "object per line"
-                )
-            return (
-                f"{called}line {error.lineno} is not JSON ({error.msg}, column {error.colno}); write a list "
-                "of objects, or one JSON object per line"
-            )
+            wanted = "one JSON object per line"
+            wanted = wanted if number else f"a list of objects, or {wanted}"
+            place = f"line {number or error.lineno}"
+            return f"{called}{place} is not JSON ({error.msg}, column {error.colno}); write {wanted}"
         except (RecursionError, ValueError):  # too deep, or too many digits
             return None
     return None

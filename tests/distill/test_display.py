@@ -4,17 +4,20 @@ A table on a terminal, lines elsewhere, the same numbers as in metrics.jsonl.
 """
 
 import io
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvfold.core.console import listening, showing
 from kvfold.distill import display
-from kvfold.distill.display import SHOWN, duration, shown, stage_table
+from kvfold.distill.display import SHOWN, duration, progress_table, shown
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages.state import Progress
-from kvfold.distill.watch.metrics import Metrics
+from kvfold.distill.watch.report import StageReport
 
 from ..support.distillation import metrics
 from .conftest import MakeRecipe
@@ -49,10 +52,10 @@ def test_a_terminal_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with showing(), stage_table("kl", 86) as show:
+    with showing(), progress_table("kl", 86) as show:
         show(12, VALUES)
     for text in [
-        "step",
+        "done",
         "12/86",
         "KL",
         "0.1250",
@@ -70,7 +73,7 @@ def test_elsewhere_there_are_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
-    with showing(), stage_table("kl", 86) as show:
+    with showing(), progress_table("kl", 86) as show:
         show(12, VALUES)
     line = capsys.readouterr().err
     assert line.startswith(
@@ -84,7 +87,7 @@ def test_other_processes_say_nothing(
 ) -> None:
     monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
     monkeypatch.setenv("RANK", "1")
-    with showing(), stage_table("kl", 86) as show:
+    with showing(), progress_table("kl", 86) as show:
         show(12, VALUES)
     assert capsys.readouterr().err == ""
 
@@ -111,14 +114,32 @@ def test_a_run_shows_what_it_logs(
 
 
 def test_the_time_of_evaluations_is_not_the_trainings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """100 tokens in 2 s, and 98 s in which nothing was trained."""
-    clock = iter([0.0, 100.0])
-    monkeypatch.setattr("kvfold.distill.watch.metrics.time.monotonic", lambda: next(clock))
-    told = Metrics(tmp_path / "metrics.jsonl", "kl", tokens=50)
-    told.leave_out(98)
-    assert told.append(Progress(tokens=150), {})["tokens_per_second"] == 50
+    now, recipe = [0.0], make_recipe()
+
+    class Evaluation:
+        settings = SimpleNamespace(every=1)
+        history = staticmethod(lambda: [{"perplexity": 1.0, "recovered_share": None}])
+        start = keep_best = staticmethod(lambda *_: None)
+
+        @staticmethod
+        def evaluate(*_: Any) -> dict[str, float]:
+            now[0] += 98
+            return {}
+
+    monkeypatch.setattr("kvfold.distill.watch.report.time.monotonic", lambda: now[0])
+    accelerator = SimpleNamespace(is_main_process=True, log=lambda *_, **__: None)
+    run = SimpleNamespace(recipe=recipe, accelerator=accelerator, partial=tmp_path)
+    context: Any = SimpleNamespace(run=run, stage=recipe.stages[0], student=None)
+    evaluation: Any = Evaluation()
+    work: Any = SimpleNamespace(measure=None)
+    report = StageReport(context, work, Progress(tokens=50), lambda *_: None, evaluation)
+    now[0] = 2
+    report.record(Progress(step=1, total_steps=1, tokens=150), {"kl": 1.0})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["tokens_per_second"] == 50
 
 
 def test_a_library_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,9 +150,9 @@ def test_a_library_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def listen(description: str, done: int, total: int) -> None:
         heard.append((description, done, total))
 
-    with listening(listen), stage_table("kl", 86) as show:
+    with listening(listen), progress_table("kl", 86) as show:
         show(12, VALUES)
-    with stage_table("kl", 86) as show:
+    with progress_table("kl", 86) as show:
         show(13, VALUES)
     assert heard == [("kl", 12, 86)]
     assert capsys.readouterr().err == ""

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import kvfold
 from kvfold.cli import main
 from kvfold.convert.request import read_config
-from kvfold.distill.recipe.recipe_file import read_recipe
+from kvfold.distill.recipe.recipe_file import as_recipe
 
 from ..support.shown_code import PAGES, ROOT, Block, all_blocks, check_words, kvfold_words
 
@@ -136,7 +136,7 @@ def test_recipes_and_requests_in_pages_are_valid(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.yaml"
         file.write_text(block.text, encoding="utf-8")
         if block.text.startswith("schema: 1"):
-            assert read_recipe(file).stages
+            assert as_recipe(file).stages
         if block.text.startswith("model: "):
             requests.append(read_config(file, {}))
     assert [request.engines for request in requests] == [("mlx",)]
@@ -192,7 +192,7 @@ def test_files_that_the_code_names_are_there() -> None:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
-    read = read_recipe(recipe, ())
+    read = as_recipe(recipe, ())
     assert read.stages
     result = CliRunner().invoke(main, ["distill", "explain", str(recipe)])
     assert result.exit_code == 0, result.output

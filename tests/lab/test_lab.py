@@ -19,15 +19,20 @@ from kvfold.lab.cli import main
 from kvfold.lab.reference import MultiHeadAttention, MultiHeadLatentAttention, TokenCache, costs
 from kvfold.lab.reference.trials import distances, run
 
+from ..support.reference_modules import attention, latent_layer
 from ..support.tiny import make
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
-WIDTHS: dict[str, Any] = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-COSTS: dict[str, Any] = {"nope": 6, "rope": 4, "value": 5}
+WIDTHS: dict[str, Any] = {"nope": 6, "rope": 4, "value": 5}
 
 
-def mla(q_rank: int | None = None) -> MultiHeadLatentAttention:
-    return MultiHeadLatentAttention(32, 4, 12, q_rank, **WIDTHS, causal=False)
+def mha(kv_heads: int = 4, width: int = 8) -> MultiHeadAttention:
+    return MultiHeadAttention(attention(kv_heads, d_model=32, width=width, bias=False)).float()
+
+
+def mla(q_rank: int | None = None, *, absorbed: bool = False) -> MultiHeadLatentAttention:
+    layer = latent_layer(q_rank, d_model=32, rank=12, **WIDTHS, bias=False)
+    return MultiHeadLatentAttention(layer, (1.0, 0.1), absorbed=absorbed).float()
 
 
 class Experts(nn.Module):
@@ -50,7 +55,7 @@ class Experts(nn.Module):
 
 def mixture() -> MultiHeadLatentAttention:
     module = mla()
-    module.kv_b_proj = Experts(12, len(module.up_weight()), 3)
+    module.kv_b_proj = Experts(12, 4 * (6 + 5), 3)
     return module
 
 
@@ -71,12 +76,12 @@ class LatentQueries(nn.Module):
 
 
 PAIRS = {
-    "mha": (lambda: MultiHeadAttention(32, 4, causal=False), costs.multi_head(32, 4)),
-    "gqa": (lambda: MultiHeadAttention(32, 4, 2, head_dim=6, causal=False), costs.multi_head(32, 4, 2, 6)),
-    "mla": (mla, costs.latent(32, 4, 12, **COSTS)),
-    "mla, query latent": (lambda: mla(9), costs.latent(32, 4, 12, 9, **COSTS)),
-    "mla, absorbed": (lambda: mla().absorb(), costs.latent(32, 4, 12, absorbed=True, **COSTS)),
-    "experts": (mixture, costs.latent(32, 4, 12, experts=3, top_k=2, **COSTS)),
+    "mha": (mha, costs.multi_head(32, 4)),
+    "gqa": (lambda: mha(2, 6), costs.multi_head(32, 4, 2, 6)),
+    "mla": (mla, costs.latent(32, 4, 12, **WIDTHS)),
+    "mla, query latent": (lambda: mla(9), costs.latent(32, 4, 12, 9, **WIDTHS)),
+    "mla, absorbed": (lambda: mla(absorbed=True), costs.latent(32, 4, 12, absorbed=True, **WIDTHS)),
+    "experts": (mixture, costs.latent(32, 4, 12, experts=3, top_k=2, **WIDTHS)),
 }
 
 
@@ -95,10 +100,11 @@ def test_formulas_are_the_modules(name: str) -> None:
     make, one = PAIRS[name]
     module = make()
     assert one.total == sum(p.numel() for p in module.parameters())
-    assert one.cache == module.cache_size()
-    assert counted(module, torch.randn(1, 7, 32)) == one.prefill(7, causal=False)
+    ahead = 7 * 6 // 2  # pairs that this kernel computes and a causal one skips
+    assert counted(module, torch.randn(1, 7, 32)) == one.prefill(7) + ahead * one.pair_flops
     cache = TokenCache()
     module(torch.randn(1, 9, 32), cache=cache)
+    assert cache.elements == 9 * one.cache
     assert counted(module, torch.randn(1, 1, 32), cache=cache) == one.decode(9)
 
 
@@ -130,22 +136,21 @@ def test_documented_shapes() -> None:
         "W_O": 46 * 32 * 1024,
     }
     assert (small.total, small.cache) == (4_169_728, 192)
-    sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
-    with torch.device("meta"):
-        module = MultiHeadLatentAttention(1024, 46, 128, 384, **sizes)  # type: ignore[arg-type]
-    assert sum(p.numel() for p in module.parameters()) == small.total
 
 
 def test_distances_are_distances() -> None:
-    source, x = MultiHeadAttention(32, 4).double(), torch.randn(2, 9, 32, dtype=torch.float64)
-    half = MultiHeadAttention.from_weights(source.weights())
+    source, other, x = mha().double(), mha().double(), torch.randn(2, 9, 32, dtype=torch.float64)
+
+    def off() -> tuple[float, ...]:
+        return tuple(distances(other, source, x).values())
+
+    assert off() == pytest.approx((0, 0), abs=1e-12)
     with torch.no_grad():
-        half.o_proj.weight.mul_(0.5)
-    assert distances(source, source, x) == pytest.approx((0, 0), abs=1e-12)
-    assert distances(half, source, x) == pytest.approx((0.5, 0), abs=1e-12)
+        other.o_proj.weight.mul_(0.5)
+    assert off() == pytest.approx((0.5, 0), abs=1e-12)
     with torch.no_grad():
-        half.o_proj.weight.mul_(-2)
-    assert distances(half, source, x) == pytest.approx((2, 2))
+        other.o_proj.weight.mul_(-2)
+    assert off() == pytest.approx((2, 2))
 
 
 def test_memory_grows_with_what_is_expanded() -> None:
@@ -153,7 +158,7 @@ def test_memory_grows_with_what_is_expanded() -> None:
 
     Twice the tokens take about twice of it.
     """
-    short, long = (run("mha", MultiHeadAttention(32, 4), 32, tokens, "cpu") for tokens in (64, 128))
+    short, long = (run("mha", mha(), 32, tokens, "cpu") for tokens in (64, 128))
     assert short.peak_bytes >= 4 * 64 * 32 * 4
     assert 1.5 * short.peak_bytes < long.peak_bytes < 5 * short.peak_bytes
     assert short.prefill_seconds > 0
@@ -246,10 +251,8 @@ def test_plot(tmp_path: Path) -> None:
         == 0
     )
     tree = ElementTree.parse(file)
-    lines = [line.attrib["points"].split() for line in tree.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert [len(line) for line in lines] == [3] * 4 * 3 + [1] * 4
-    heights = [float(point.split(",")[1]) for point in lines[0]]
-    assert heights == sorted(heights, reverse=True)
+    groups = [group.attrib.get("id", "") for group in tree.iter("{http://www.w3.org/2000/svg}g")]
+    assert sum(group.startswith("axes_") for group in groups) == 4  # three of formulas, one of times
     again = CliRunner().invoke(main, [*words, "--plot", str(file)])
     assert again.exit_code == 2
     assert "nothing is overwritten" in again.output

@@ -104,7 +104,7 @@ def test_by_weights_alone_the_slots_that_statistics_will_choose_come_first() -> 
     bounds = Bounds(context=256, batch=1, memory=None)
     rows = predict_rows([place(one, bounds) for one in (uniform, plain)], bounds, None)
     assert rows[0].loss == rows[1].loss
-    assert rank(rows, bounds, "quality", 0.1, calibrated=False).rows[0].candidate is plain
+    assert rank(rows, "quality", 0.1, calibrated=False)[0][0].candidate is plain
 
 
 def test_what_runs_more_widely_at_the_same_loss_is_named() -> None:

@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.distill.losses.predictions import Predictions
+from kvfold.distill.losses.vocabulary import mix
+from kvfold.distill.recipe.recipe import LossName
 from kvfold.models.head import HeadForm
 
 T, V, D = 13, 37, 8
 LABELS = torch.arange(T) % V
-VOCABULARY = ("kl", "reverse_kl", "jsd", "ce")
+VOCABULARY: tuple[LossName, ...] = ("kl", "reverse_kl", "jsd", "ce")
 
 
 def predictions(
@@ -61,6 +63,17 @@ def dense(
         log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
         value = beta * divergence(log_p, log_m) + (1 - beta) * divergence(log_q, log_m)
     return value * temperature**2
+
+
+def chunked(
+    name: LossName,
+    student: Predictions,
+    teacher: Predictions | None,
+    labels: Tensor = LABELS,
+    **how: Any,
+) -> Tensor:
+    """One of the losses as a stage computes it."""
+    return mix(student, teacher, labels, {name: 1.0}, **how)[0]
 
 
 def check_gradients(ours: Predictions, theirs: Predictions, **tolerance: float) -> None:

@@ -107,7 +107,7 @@ def test_json_in_parquet_is_read(tmp_path: Path) -> None:
 def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     _write_parquet(file, {"text": []})
-    with pytest.raises(InvalidInput, match="without rows; leave that file out"):
+    with pytest.raises(InvalidInput, match="cannot be read: "):
         train(file)
 
 

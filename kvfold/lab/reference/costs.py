@@ -51,10 +51,9 @@ class Costs:
         """Return the bytes of one layer's cache of one sequence."""
         return (self.cache * tokens + self.fixed_cache) * DTYPES[dtype]
 
-    def prefill(self, tokens: int, *, causal: bool = True) -> int:
-        """Return the FLOPs of that many new tokens; causal kernels skip future tokens."""
-        pairs = tokens * (tokens + 1) // 2 if causal else tokens * tokens
-        return self.fixed_flops + tokens * self.token_flops + pairs * self.pair_flops
+    def prefill(self, tokens: int) -> int:
+        """Return the FLOPs of that many new tokens; kernels skip future tokens."""
+        return self.fixed_flops + tokens * self.token_flops + tokens * (tokens + 1) // 2 * self.pair_flops
 
     def decode(self, cached: int) -> int:
         """Return the FLOPs of one new token after that many cached ones."""

@@ -1,6 +1,6 @@
 """Time, memory and output distances of the variants when they run.
 
-Legend: heads.py.
+Legend: modules.py.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...eval.suites.meter import peak_memory, timed
-from .heads import TokenCache
+from .modules import TokenCache
 
 REPEATS = 5
 
@@ -55,8 +55,8 @@ def run(name: str, module: nn.Module, d_model: int, tokens: int, device: str) ->
 
 
 @torch.no_grad()
-def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> tuple[float, float]:
-    """Return relative L2 ‖y - ŷ‖/‖y‖ over all tokens, and cosine distance 1 - cos(y, ŷ).
+def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> dict[str, float]:
+    """Return `relative_l2` ‖y - ŷ‖/‖y‖ over all tokens, and `cosine_distance` 1 - cos(y, ŷ).
 
     The latter is a mean over tokens.
     """
@@ -64,4 +64,4 @@ def distances(module: nn.Module, source: nn.Module, input_BTD: Tensor) -> tuple[
     got_BTD = module(input_BTD)
     relative = float((got_BTD - wanted_BTD).norm() / wanted_BTD.norm())
     cosine = nn.functional.cosine_similarity(got_BTD.double(), wanted_BTD.double(), dim=-1)
-    return relative, max(0.0, float(1 - cosine.mean()))
+    return {"relative_l2": relative, "cosine_distance": max(0.0, float(1 - cosine.mean()))}

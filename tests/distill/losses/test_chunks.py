@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvfold.distill.losses import LOSSES, ce, kl, mix, reverse_kl
 from kvfold.distill.losses.chunks import CHUNK_ELEMENTS_ELSEWHERE
 from kvfold.distill.losses.predictions import Predictions
+from kvfold.distill.losses.vocabulary import mix
+from kvfold.distill.recipe.recipe import LossName
 from kvfold.models.head import HeadForm
 
-from ...support.dense_losses import LABELS, VOCABULARY, D, T, V, check_gradients, dense, predictions
+from ...support.dense_losses import LABELS, VOCABULARY, D, T, V, check_gradients, chunked, dense, predictions
 
 
 class Largest(TorchDispatchMode):
@@ -98,7 +99,7 @@ def test_memory_at_the_size_of_a_large_vocabulary() -> None:
     def mixed(student: Predictions, teacher: Predictions, labels: Tensor) -> Tensor:
         return mix(
             student, teacher, labels, {"kl": 0.9, "ce": 0.1}, chunk=CHUNK_ELEMENTS_ELSEWHERE // 128256
-        ).loss
+        )[0]
 
     assert peak_gigabytes(whole) > 15
     # 4.2 of it the head's gradient and its head in bfloat16, with a product of that size.
@@ -112,26 +113,19 @@ def test_logits_of_all_tokens_never_exist() -> None:
     with Largest() as largest:
         student = Predictions(hidden, head, None, HeadForm(1.0, 3.0))
         teacher = Predictions(torch.randn(tokens, D), torch.randn(vocabulary, D), None)
-        mix(
-            student, teacher, torch.zeros(tokens, dtype=torch.int64), weights, temperature=2.0, chunk=chunk
-        ).loss.backward()
+        mix(student, teacher, torch.zeros(tokens, dtype=torch.int64), weights, temperature=2.0, chunk=chunk)[
+            0
+        ].backward()
     assert largest.elements == max(chunk * vocabulary, vocabulary * D)  # where dense logits are 32,000
 
 
 @pytest.mark.parametrize("name", VOCABULARY)
-def test_gradients_are_those_of_the_value(name: str) -> None:
+def test_gradients_are_those_of_the_value(name: LossName) -> None:
     teacher = predictions(1)
 
     def value(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        loss, _ = LOSSES[name](
-            Predictions(hidden, weight, bias, HeadForm(0.7, 2.0)),
-            teacher,
-            LABELS,
-            temperature=1.7,
-            beta=0.3,
-            chunk=4,
-        )
-        return loss
+        student = Predictions(hidden, weight, bias, HeadForm(0.7, 2.0))
+        return chunked(name, student, teacher, temperature=1.7, beta=0.3, chunk=4)
 
     assert torch.autograd.gradcheck(value, predictions(0)[:3], fast_mode=True)
 
@@ -141,7 +135,7 @@ def test_a_frozen_head_costs_no_gradient() -> None:
     frozen = student._replace(weight_VD=student.weight_VD.detach())
     teacher = predictions(1)
     with Largest() as largest:
-        kl(frozen, teacher, LABELS, chunk=1)[0].backward()
+        chunked("kl", frozen, teacher, chunk=1).backward()
     assert frozen.hidden_TD.grad is not None
     assert frozen.weight_VD.grad is None
     assert largest.elements < V * D
@@ -149,14 +143,14 @@ def test_a_frozen_head_costs_no_gradient() -> None:
 
 def test_nothing_is_differentiated_where_gradients_are_off() -> None:
     with torch.no_grad():
-        value, _ = kl(predictions(0), predictions(1), LABELS)
+        value = chunked("kl", predictions(0), predictions(1))
     assert not value.requires_grad
     torch.testing.assert_close(value, dense("kl", predictions(0), predictions(1)).detach())
 
 
 def test_a_graph_may_be_kept_for_another_backward_pass() -> None:
     ours, theirs, teacher = predictions(0), predictions(0), predictions(1)
-    value, _ = reverse_kl(ours, teacher, LABELS, chunk=5)
+    value = chunked("reverse_kl", ours, teacher, chunk=5)
     for factor, keeps in ((0.5, True), (3.0, False)):
         (value * factor).backward(retain_graph=keeps)
     (dense("reverse_kl", theirs, teacher) * 3.5).backward()
@@ -168,14 +162,14 @@ def test_a_graph_may_be_kept_for_another_backward_pass() -> None:
 def test_a_teacher_may_be_wider() -> None:
     wide = Predictions(torch.randn(T, 2 * D).double(), torch.randn(V, 2 * D).double(), None)
     student = predictions(0)
-    torch.testing.assert_close(kl(student, wide, LABELS, chunk=3)[0], dense("kl", student, wide))
+    torch.testing.assert_close(chunked("kl", student, wide, chunk=3), dense("kl", student, wide))
 
 
 @pytest.mark.parametrize("name", VOCABULARY)
-def test_autocast_rounds_the_products_but_not_the_sums(name: str) -> None:
+def test_autocast_rounds_the_products_but_not_the_sums(name: LossName) -> None:
     ours, theirs, teacher = (predictions(seed, dtype=torch.float32) for seed in (0, 0, 1))
     with torch.autocast("cpu", torch.bfloat16):
-        value, _ = LOSSES[name](ours, teacher, LABELS, chunk=4)
+        value = chunked(name, ours, teacher, chunk=4)
     expected = dense(name, theirs, teacher)
     assert value.dtype == torch.float32
     torch.testing.assert_close(value, expected, rtol=0.02, atol=0)
@@ -191,9 +185,9 @@ def test_weights_in_bfloat16_sum_their_chunks_in_float32() -> None:
     # one of them.
     head = torch.randn(V, D).bfloat16().requires_grad_()
     student = Predictions(torch.ones(400, D).bfloat16(), head, None)
-    ce(student, None, torch.zeros(400, dtype=torch.int64), chunk=1)[0].backward()
+    chunked("ce", student, None, torch.zeros(400, dtype=torch.int64), chunk=1).backward()
     (one,) = torch.autograd.grad(
-        ce(student.at(torch.arange(400) == 0), None, torch.zeros(1, dtype=torch.int64))[0], head
+        chunked("ce", student.at(torch.arange(400) == 0), None, torch.zeros(1, dtype=torch.int64)), head
     )
     assert head.grad is not None
     assert head.grad.dtype == torch.bfloat16
@@ -202,7 +196,7 @@ def test_weights_in_bfloat16_sum_their_chunks_in_float32() -> None:
 
 def test_cross_entropy_is_that_of_torch_fused_with_the_head() -> None:
     ours, theirs = (predictions(0, dtype=torch.float32) for _ in range(2))
-    value, _ = ce(ours, None, LABELS, chunk=5)
+    value = chunked("ce", ours, None, chunk=5)
     expected = functional.linear_cross_entropy(
         theirs.hidden_TD, theirs.weight_VD, LABELS, linear_bias=theirs.bias_V, reduction="sum"
     )

@@ -6,8 +6,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvfold.core.errors import InvalidInput
-from kvfold.distill.losses import attention_output, attention_relation, hidden_cosine, hidden_mse
-from kvfold.distill.losses.layers import power_of
+from kvfold.distill.losses.layers import (
+    attention_output,
+    attention_relation,
+    hidden_cosine,
+    hidden_mse,
+    power_of,
+)
 
 from ...support.layers import drawn
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.distill.data.batch import Batch
-from kvfold.distill.losses import mix
 from kvfold.distill.losses.predictions import Predictions, predict
+from kvfold.distill.losses.vocabulary import mix
 
 from ...support.pair import do_as_pair
 
@@ -35,7 +35,7 @@ class Loss(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch, teacher: Predictions) -> Tensor:
-        return mix(predict(self.model, batch), teacher, batch.labels_BS.flatten(), WEIGHTS, chunk=5).loss
+        return mix(predict(self.model, batch), teacher, batch.labels_BS.flatten(), WEIGHTS, chunk=5)[0]
 
 
 def build(is_tied: bool) -> tuple[Any, Batch, Predictions]:

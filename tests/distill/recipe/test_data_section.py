@@ -8,7 +8,7 @@ import yaml
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.recipe.data_section import Data
-from kvfold.distill.recipe.recipe_file import read_recipe
+from kvfold.distill.recipe.recipe_file import as_recipe
 
 from ...support.distillation import rows
 
@@ -21,7 +21,7 @@ GOOD = {
 def read(tmp_path: Path, data: object, *overrides: str) -> Data:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({**GOOD, "data": data}), encoding="utf-8")
-    return read_recipe(file, overrides).data
+    return as_recipe(file, overrides=overrides).data
 
 
 def test_what_a_source_leaves_open_is_as_the_section_says(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import yaml
 import kvfold
 from kvfold.checkpoints.record import read_record, write_record
 from kvfold.distill.recipe.default_recipe import RATES, default_recipe, default_stage
-from kvfold.distill.recipe.recipe_file import as_recipe, read_recipe
+from kvfold.distill.recipe.recipe_file import as_recipe
 
 from ...support.distillation import command, refuses, weights
 from ...support.folds import WEIGHTS, convert
@@ -68,7 +68,7 @@ def test_explain_names_the_fold_as_the_origin(folded: Path) -> None:
 
 
 def test_the_recipe_follows_from_the_record(folded: Path) -> None:
-    recipe = read_recipe(folded)
+    recipe = as_recipe(folded)
     (stage,) = recipe.stages
     assert (stage.tokens, stage.lr, stage.cache_dtype, recipe.teacher) == (200_000, 1e-4, None, None)
     assert recipe.save.every * 4 <= recipe.steps(stage)
@@ -103,7 +103,7 @@ def test_a_stage_without_a_rate_takes_that_of_a_fold_without_a_recipe(folded: Pa
     del content["stages"][0]["lr"]
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(content))
-    for recipe in (read_recipe(file), as_recipe(content)):
+    for recipe in (as_recipe(file), as_recipe(content)):
         assert [stage.lr for stage in recipe.stages] == [1e-4, 3e-6]
     assert "lr" not in content["stages"][0]
 

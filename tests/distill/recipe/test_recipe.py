@@ -10,7 +10,7 @@ import yaml
 from kvfold import recipes
 from kvfold.core.errors import InvalidInput
 from kvfold.core.units import parse_tokens
-from kvfold.distill.losses import LOSSES
+from kvfold.distill.losses.criteria import CRITERIA
 from kvfold.distill.recipe.data_section import Data, TextSource
 from kvfold.distill.recipe.recipe import (
     Lora,
@@ -22,7 +22,7 @@ from kvfold.distill.recipe.recipe import (
     WeightSet,
     differences,
 )
-from kvfold.distill.recipe.recipe_file import read_recipe
+from kvfold.distill.recipe.recipe_file import as_recipe
 from kvfold.distill.stages.optimizer import SCHEDULES, learning_rate
 from kvfold.distill.stages.weights import TRAINABLE
 
@@ -48,11 +48,11 @@ def write(directory: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("name", ["demo/distill.yaml", "llama-3.2-1b-mla.yaml"])
 def test_shipped_recipes_are_valid(name: str) -> None:
-    assert read_recipe(Path(recipes.__file__).parent / name).windows > 0
+    assert as_recipe(Path(recipes.__file__).parent / name).windows > 0
 
 
 def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
-    recipe = read_recipe(write(tmp_path, GOOD))
+    recipe = as_recipe(write(tmp_path, GOOD))
     assert recipe.stages[0].tokens == 5_000_000
     assert recipe.stages[0].lr == 5e-5
     assert recipe.steps(recipe.stages[0]) == 153
@@ -75,7 +75,7 @@ def test_a_short_recipe_is_enough(tmp_path: Path) -> None:
     ],
 )
 def test_the_batch_follows_from_the_tokens(tokens: str, step_tokens: int, steps: int, tmp_path: Path) -> None:
-    recipe = read_recipe(write(tmp_path, GOOD.replace("5M", tokens)))
+    recipe = as_recipe(write(tmp_path, GOOD.replace("5M", tokens)))
     assert recipe.step_tokens(recipe.stages[0]) == step_tokens
     assert recipe.steps(recipe.stages[0]) == steps
 
@@ -93,7 +93,7 @@ def test_the_batch_follows_from_the_tokens(tokens: str, step_tokens: int, steps:
     ],
 )
 def test_few_steps_are_told(stage: str, steps: str, remedy: str, tmp_path: Path) -> None:
-    recipe = read_recipe(write(tmp_path, GOOD.replace("tokens: 5M", stage)))
+    recipe = as_recipe(write(tmp_path, GOOD.replace("tokens: 5M", stage)))
     recover = "recovers" if steps.startswith("1 ") else "recover"
     assert recipe.few_steps() == [f"stage kl has {steps} tokens, which {recover} little; {remedy}"]
 
@@ -102,7 +102,7 @@ def test_a_batch_that_is_rounded_down_is_told(tmp_path: Path) -> None:
     told = "stage kl: batch_tokens 200 is rounded down to 128, 1 window of data.seq_len 128"
     for batch, sentences in (("200", [told]), ("256", []), (None, [])):
         given = GOOD if batch is None else GOOD.replace("lr:", f"batch_tokens: {batch}, lr:")
-        assert read_recipe(write(tmp_path, given)).rounded_batches() == sentences
+        assert as_recipe(write(tmp_path, given)).rounded_batches() == sentences
 
 
 # Keys of the stage, and what is said of them after its name.
@@ -155,7 +155,7 @@ def test_mistakes_in_a_stage_are_named(tmp_path: Path, keys: str, message: str) 
     content = yaml.safe_load(GOOD)
     content["stages"][0] |= yaml.safe_load(f"{{{keys}}}")
     with pytest.raises(InvalidInput, match=re.escape(message)) as mistake:
-        read_recipe(write(tmp_path, yaml.safe_dump(content)))
+        as_recipe(write(tmp_path, yaml.safe_dump(content)))
     assert "stages[0]" in str(mistake.value)
 
 
@@ -166,7 +166,7 @@ def test_mistakes_are_named(tmp_path: Path, key: str, message: str) -> None:
     section, _, last = name.rpartition(".")
     (content[section] if section else content)[last] = value
     with pytest.raises(InvalidInput, match=re.escape(message)):
-        read_recipe(write(tmp_path, yaml.safe_dump(content)))
+        as_recipe(write(tmp_path, yaml.safe_dump(content)))
 
 
 def test_what_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
         ("stages:", "stages: [", "is not YAML"),
     ):
         with pytest.raises(InvalidInput, match=re.escape(message)):
-            read_recipe(write(tmp_path, GOOD.replace(before, after)))
+            as_recipe(write(tmp_path, GOOD.replace(before, after)))
 
 
 def test_a_mistake_ends_the_command_with_code_2(tmp_path: Path) -> None:
@@ -187,14 +187,16 @@ def test_a_mistake_ends_the_command_with_code_2(tmp_path: Path) -> None:
 
 def test_overrides(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD)
-    recipe = read_recipe(file, ["stages.0.lr=1e-4", "save.every=7", "data.seq_len=64", "stages.0.tokens=1k"])
+    recipe = as_recipe(
+        file, overrides=["stages.0.lr=1e-4", "save.every=7", "data.seq_len=64", "stages.0.tokens=1k"]
+    )
     stage = recipe.stages[0]
     assert (stage.lr, recipe.save.every, recipe.data.seq_len, stage.tokens) == (1e-4, 7, 64, 1000)
     for override in ("stages.1.lr=1", "stages.first.lr=1", "lr", "schema.a=1"):
         with pytest.raises(InvalidInput, match="--set"):
-            read_recipe(file, [override])
+            as_recipe(file, overrides=[override])
     with pytest.raises(InvalidInput, match="did you mean 'seed'"):
-        read_recipe(file, ["data.sede=1"])
+        as_recipe(file, overrides=["data.sede=1"])
 
 
 def test_token_numbers() -> None:
@@ -205,8 +207,10 @@ def test_token_numbers() -> None:
 
 
 def test_the_tables_have_what_a_recipe_may_name() -> None:
-    for names, table in ((LossName, LOSSES), (ScheduleName, SCHEDULES), (WeightSet, TRAINABLE)):
+    for names, table in ((ScheduleName, SCHEDULES), (WeightSet, TRAINABLE)):
         assert get_args(names) == tuple(table)
+    stage = Stage(name="a", tokens=1, lr=1, losses=dict.fromkeys(get_args(LossName)[:-2], 1.0))
+    assert {*stage.learnt} - {*stage.of_layers} == {*CRITERIA}
 
 
 def test_the_mode_follows_from_the_losses() -> None:
@@ -283,5 +287,5 @@ def test_stages_that_could_not_be_run_are_refused_before_any(tmp_path: Path, key
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"schema: 1\nstudent: s\noutput: o\ndata: {{source: stdlib, seq_len: 8}}\n{keys}\n")
     with pytest.raises(InvalidInput) as refused:
-        read_recipe(recipe)
+        as_recipe(recipe)
     assert words in str(refused.value)

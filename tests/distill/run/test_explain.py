@@ -48,8 +48,8 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory here; convert it first"),
-        ("teacher=/nowhere", "teacher /nowhere is not a directory here; name the directory of a model"),
+        ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory, and not a Hub id"),
+        ("teacher=/nowhere", "teacher /nowhere is not a directory, and not a Hub id of the form"),
         ("student=TORN", "is truncated: its header describes"),
         ("output=", "output is None"),
         ("output=''", "output is ''; it should name a directory that does not exist yet"),

@@ -9,7 +9,7 @@ from torch import nn
 
 from kvfold.convert.formats.linear_norm import LinearNorm
 from kvfold.convert.formats.stock import NORM_WEIGHT
-from kvfold.distill.run import loop
+from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
 
 from ...support.distillation import interrupt, same_bits
@@ -33,13 +33,13 @@ def test_it_is_trained_as_it_is_and_resumes_to_the_same_bits(
     make_recipe: MakeRecipe, fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[nn.Module] = []
-    save_state = loop.save_state
+    train_stage = job.train_stage
 
-    def watched(context: Any, *arguments: Any) -> None:
+    def watched(context: Any, *arguments: Any) -> Any:
         trained.append(context.student)
-        save_state(context, *arguments)
+        return train_stage(context, *arguments)
 
-    monkeypatch.setattr(loop, "save_state", watched)
+    monkeypatch.setattr(job, "train_stage", watched)
     whole = distill(make_recipe(student=str(fitted), output=str(tmp_path / "whole"), lr=1e-3))
     assert trained
     assert not any(isinstance(module, LinearNorm) for module in trained[0].modules())

@@ -152,7 +152,7 @@ def test_a_run_goes_on_after_the_layers_that_are_done(
     def interrupt(self: Any, *done: Any) -> None:
         keep(self, *done)
         if self.number == 0:
-            self.given.signals.append(15)
+            self.given.run.signals.append(15)
 
     monkeypatch.setattr(stream._Layer, "_keep", interrupt)
     with pytest.raises(Interrupted, match="stopped in layer 1 of stage align"):

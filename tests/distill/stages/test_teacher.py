@@ -15,7 +15,6 @@ from kvfold.core.errors import InvalidInput
 from kvfold.distill.data.batch import Batch
 from kvfold.distill.data.order import TrainingWindows
 from kvfold.distill.data.token_store import open_windows, write_tokens
-from kvfold.distill.losses import kl
 from kvfold.distill.recipe.recipe import Data
 from kvfold.distill.run import job
 from kvfold.distill.run.job import distill
@@ -34,6 +33,7 @@ from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded
 from kvfold.models.teacher_cache import TeacherCache
 
+from ...support.dense_losses import chunked
 from ...support.distillation import another, metrics, weights
 from ...support.tokenizers import save_tokenizer
 from ..conftest import MakeRecipe
@@ -48,8 +48,8 @@ def loaded(student: Path) -> Loaded:
 
 
 @pytest.fixture
-def online(teacher: Path, loaded: Loaded) -> Online:
-    return load_teacher(teacher, False, CPU, loaded)
+def online(make_recipe: MakeRecipe, teacher: Path, loaded: Loaded) -> Online:
+    return load_teacher(teacher, make_recipe(), False, CPU, loaded)
 
 
 def batch(windows: int = 3) -> Batch:
@@ -80,10 +80,14 @@ def like_source(teacher: Path, student: Path, tmp_path: Path) -> Path:
 
 
 def test_shared_is_the_same_teacher_in_the_memory_of_its_attention(
-    teacher: Path, online: Online, like_source: Path, caplog: pytest.LogCaptureFixture
+    make_recipe: MakeRecipe,
+    teacher: Path,
+    online: Online,
+    like_source: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     student = load_student(like_source, 32, CPU)
-    shared = load_shared(teacher, False, CPU, student, ATTENTION)
+    shared = load_shared(teacher, make_recipe(), False, CPU, student, ATTENTION)
     own = storages(shared.model).keys() - storages(student.model).keys()
     assert own == {shared.model.get_parameter(name).untyped_storage().data_ptr() for name in ATTENTION}
     both = storages(student.model) | storages(shared.model)
@@ -96,11 +100,11 @@ def test_shared_is_the_same_teacher_in_the_memory_of_its_attention(
     assert all(weight.requires_grad for weight in student.model.parameters())
 
 
-def test_shared_keeps_what_a_stage_trains(teacher: Path, like_source: Path) -> None:
+def test_shared_keeps_what_a_stage_trains(make_recipe: MakeRecipe, teacher: Path, like_source: Path) -> None:
     """With a copy of its own the teacher stays what it was, whatever happens to the student."""
     student = load_student(like_source, 32, CPU)
     norms = {name for name, _ in student.model.named_parameters() if "norm" in name}
-    shared = load_shared(teacher, False, CPU, student, ATTENTION | norms)
+    shared = load_shared(teacher, make_recipe(), False, CPU, student, ATTENTION | norms)
     before = shared.predictions(batch()).hidden_TD
     with torch.no_grad():
         for name, weight in student.model.named_parameters():
@@ -160,8 +164,8 @@ def test_kl_to_a_cache_is_exact_within_its_dtype(
     given = windows.batch([5, 0, 2])  # in another order, and other neighbours, than they were written in
     student = Online(loaded.model).predictions(given)
     labels_T = given.labels_BS.flatten()
-    exact, _ = kl(student, online.predictions(given), labels_T)
-    near, _ = kl(student, found.predictions(given), labels_T)
+    exact = chunked("kl", student, online.predictions(given), labels_T)
+    near = chunked("kl", student, found.predictions(given), labels_T)
     tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
     assert float(near) == pytest.approx(float(exact), rel=tolerance)
     size = sum(file.stat().st_size for file in (tmp_path / dtype).glob("hidden-*"))
@@ -272,10 +276,6 @@ def test_a_cache_for_something_else_is_refused(
             TeacherCache(place, OPTION, {**identity, **change})
     with pytest.raises(InvalidInput, match="lacks a window of this run"):
         CachedTeacher(cache, CPU).predictions(batch())
-    with pytest.raises(
-        InvalidInput, match="holds last hidden states only; for losses on layers leave it out"
-    ):
-        CachedTeacher(cache, CPU).captured(batch())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     (tmp_path / "list").mkdir()

@@ -6,6 +6,7 @@ It changes nothing, resumes where a run was stopped, and never reads what is tra
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from kvfold.distill.recipe.recipe import Evaluate
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages import state
 from kvfold.distill.stages.state import Progress
-from kvfold.distill.watch.evaluation import ChosenWeights, TrainingEvaluation, best_of, summary
+from kvfold.distill.watch.evaluation import TrainingEvaluation, best_of, summary
 from kvfold.distill.watch.held_out import HeldOut
 from kvfold.eval import stored_teacher
 from kvfold.eval.options import Options
@@ -132,9 +133,9 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path)
 def test_weights_of_a_stage_before_the_first_evaluation_are_not_those_of_the_start() -> None:
     line = {"step": 79, "perplexity": 2.6, "kl": 0.2, "same_top1": 0.8, "recovered_share": None}
     first = {**line, "text": "held", "text_sha256": "0", "teacher": {"perplexity": 2.3}}
-    assert summary([first], ChosenWeights(first, None))["kept"] == "best"
+    assert summary([first], (first, None))["kept"] == "best"
     untrained = {**first, "step": 0}
-    assert summary([untrained], ChosenWeights(untrained, None))["kept"] == "start"
+    assert summary([untrained], (untrained, None))["kept"] == "start"
 
 
 def test_the_start_stays_where_nothing_beats_it(
@@ -217,9 +218,8 @@ def test_the_share_that_was_recovered(tmp_path: Path) -> None:
     ids_NW = torch.arange(24).view(4, 6)
     text = Text("four", ("any",))
     windows = TextWindows("four", "none", 6, ids_NW, torch.ones(4, 5, dtype=torch.bool), torch.full((4,), 5))
-    accelerator = Accelerator(cpu=True)
-    settings = Evaluate(source="four")
-    evaluation = TrainingEvaluation(HeldOut(windows, text), None, accelerator, settings, tmp_path)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), partial=tmp_path)
+    evaluation = TrainingEvaluation(run, Evaluate(source="four"), HeldOut(windows, text), None)  # type: ignore[arg-type]
     losses = iter([3.0] * 4 + [2.25] * 4)
 
     def measure(batch: Batch, teacher: Any) -> dict[str, Any]:
