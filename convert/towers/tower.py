@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, found_instead, read_config
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.quantised.packed_checkpoint import as_stored, open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
@@ -20,11 +20,9 @@ from ...core.errors import InvalidInput
 from ...core.files import whole_directory, write_json
 from ...core.untrusted import read_json
 from ...models.load_failures import loading_failures
-from ..families.config_fields import check_places
 from ..families.family import Family
 from ..families.recognition import as_causal, attending, complete, is_multimodal
 from ..families.rows import FAMILIES
-from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
 from .quantised_tower import stored_names, tower_modelopt_file, tower_quantization
 
@@ -65,7 +63,6 @@ def find_tower(directory: Path) -> Tower | None:
     if not is_multimodal(config):
         return None
     check_unfolded(directory)
-    check_places(config)
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
@@ -80,7 +77,6 @@ def find_tower(directory: Path) -> Tower | None:
     family = FAMILIES[model_type]
     whole = open_checkpoint(directory)
     names = _names(directory, list(whole), family, text)
-    _check_whole(directory, kind, names, family, complete(family, text))
     tied = "lm_head.weight" not in names.values()
     with loading_failures(directory, "config.json"):
         tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
@@ -182,28 +178,6 @@ def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[
             "num_hidden_layers; kvfold folds the decoder of text"
         )
     return found
-
-
-def _check_whole(
-    directory: Path, kind: str, names: Mapping[str, str], family: Family, config: dict[str, Any]
-) -> None:
-    """Check that a tower has the tensors of its layers, by the names that the whole checkpoint has for them.
-
-    `names` and the complete `config` are those of `Tower`; `kind` is the model_type of the whole checkpoint.
-    """
-    here = set(names.values())
-    wanted = names_outside_attention(family, {**config, "tie_word_embeddings": True})
-    for layer in () if family.unlike else attending(family, config):  # unlike layers may lack projections
-        wanted += [f"{name}.weight" for name in family.projections(layer).values()]
-    stored, ours = next(iter(names.items()))
-    prefix = stored.removesuffix(ours.removeprefix(family.prefix))
-    for name in wanted:
-        if name not in here:
-            place = prefix + name.removeprefix(family.prefix)
-            raise InvalidInput(
-                f"{directory} has no {place}, which the text tower of {kind} has; "
-                + found_instead(place, names)
-            )
 
 
 def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping[str, Any]) -> dict[str, str]:

@@ -25,7 +25,6 @@ def scaled(
     grid: tuple[int, int],
     *,
     zero: str | None = None,
-    zero_range: tuple[int, int] = (-128, 128),
 ) -> PackedTensor:
     """Return a weight of bytes that scales of a grid multiply.
 
@@ -35,7 +34,6 @@ def scaled(
         scale: name of the scales, one per field of the grid; or one for the tensor, or one per row.
         grid: rows and columns that share a scale.
         zero: name of the numbers that stand for zero, of the scales' shape.
-        zero_range: their least value, and the first one above the greatest.
 
     Raises:
         InvalidInput: the scales are missing, or have another shape or dtype.
@@ -66,8 +64,6 @@ def scaled(
         parts=parts,
         unpack=unpack,
         step=grid[0] if len(shape) == 2 and grid[0] < shape[0] else 1,
-        scales=("scale",),
-        ranges={} if zero is None else {"zero": zero_range},
     )
 
 
@@ -118,10 +114,6 @@ def find_fp8(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pack
             scale = next((name + end for end in _SCALES if name + end in stored.specs), name + usual)
             grid = (block[0], block[1]) if block else _whole(stored, name, scale)
             found[name] = scaled(stored, name, scale, grid)
-    for end in _SCALES:
-        for name in stored.ending(end):
-            if name in stored.specs and stored.specs[name].dtype in FLOATS:
-                stored.refuse_alone(name + end, name)
     return found
 
 

@@ -11,10 +11,10 @@ import torch
 
 from ...convert.algebra.target import Geometry, LatentTarget
 from ...convert.families.family import Family
+from ...convert.families.packing import attention_shapes
 from ...convert.families.recognition import attending, complete, configured, geometry_of
 from ...convert.families.rows import FAMILIES
 from ...convert.families.source import shape_of
-from ...convert.families.stored_tensors import attention_shapes, names_outside_attention
 from ...convert.formats.remote import Remote
 from ...convert.formats.stock import stock_shapes
 
@@ -46,7 +46,7 @@ def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
     dense = layers[: config.get("first_k_dense_replace") or 0]
     # The other layers are Llama's; experts, which kvfold does not write, are not looked for.
     rest = replace(FAMILIES["llama"], layer_tensors=FAMILIES["llama"].layer_tensors[:2])
-    names = names_outside_attention(rest, {"tie_word_embeddings": False, **config})
+    names = _outside_attention(rest, {"tie_word_embeddings": False, **config})
     names += [f"model.layers.{n}.mlp.{part}_proj.weight" for n in dense for part in ("gate", "up", "down")]
     shapes = stock_shapes(config)
     attention: dict[str, Shape] = {
@@ -84,7 +84,7 @@ def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:
         nope_width=0 if intact else config["qk_nope_head_dim"],
         biases=frozenset("k" if role == "kv" else role for role in ours["biases"]),
     )
-    shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
+    shapes: dict[str, Shape] = dict.fromkeys(_outside_attention(family, whole))
     for layer in attending(family, whole):
         shapes |= {name: spec.shape for name, spec in container.specs(layer, torch.float32).items()}
     return shapes
@@ -99,7 +99,18 @@ def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) 
     layers = attending(family, whole) if family.mixers else tuple(range(whole["num_hidden_layers"]))
     first = family.projections(layers[0]) if layers else {}
     biases = {role for role, name in first.items() if f"{name}.bias" in names}
-    shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
+    shapes: dict[str, Shape] = dict.fromkeys(_outside_attention(family, whole))
     for layer in layers:
         shapes |= dict(attention_shapes(shape_of(family, whole, geometry, layer), layer, biases))
     return shapes
+
+
+def _outside_attention(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Return the names of a whole checkpoint's tensors apart from attention; the config is complete."""
+    names = [
+        family.prefix + name.format(layer=n)
+        for n in range(config["num_hidden_layers"])
+        for name in family.layer_tensors
+    ]
+    names += [family.prefix + name for name in (family.embedding, *family.model_tensors)]
+    return names + ([] if config["tie_word_embeddings"] else [family.head])
