@@ -17,8 +17,9 @@ from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
-from ...core.files import whole_directory, write_json
+from ...core.files import write_json
 from ...core.untrusted import read_json
+from ...core.work import whole_directory
 from ...models.load_failures import loading_failures
 from ..families.family import Family
 from ..families.recognition import as_causal, attending, complete, is_multimodal
@@ -137,10 +138,9 @@ def holds_weights(tower: Tower, directory: Path) -> bool:
 def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
     """Write a tower alone, as a checkpoint of a causal language model with weight files of some size."""
     check_output(out, tower.directory)
-    out.parent.mkdir(parents=True, exist_ok=True)
     whole = as_stored(tower.whole)
     specs = {name: whole.spec(stored) for stored, name in tower.stored.items()}
-    with whole_directory(out) as partial:
+    with whole_directory(out, "text tower") as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
             for stored, name in tower.stored.items():
                 for first, piece in whole.stream(stored):

@@ -31,8 +31,9 @@ from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import describe, write_record
 from ...checkpoints.shards import ShardWriter, TensorSpec
-from ...core.files import whole_directory, write_json
+from ...core.files import write_json
 from ...core.hub import commit_of
+from ...core.work import whole_directory
 from ..families.layers.layer_shapes import with_fewer_heads
 from ..families.rows import FAMILIES
 from ..request import FoldRequest
@@ -75,7 +76,6 @@ def write_around(
         InvalidInput: the directory exists or cannot be written, or the tower does not fit.
     """
     check_output(out, tower.directory)
-    out.parent.mkdir(parents=True, exist_ok=True)
     part = Checkpoint(folded, packed=True)
     named = names_in_place(tower, part)
     dequantize = bool(made.get("request", {}).get("dequantize"))
@@ -83,7 +83,7 @@ def write_around(
     stored = [each for each in as_stored(tower.whole) if each in named or each in others]
     order = dict.fromkeys([*stored, *others, *named])  # tensors that are new come last
     specs = {each: part.spec(named[each]) if each in named else others[each].spec for each in order}
-    with whole_directory(out) as partial:
+    with whole_directory(out, "multimodal checkpoint") as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
             for each in specs:
                 pieces = part.stream(named[each]) if each in named else others[each].pieces()

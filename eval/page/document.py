@@ -10,7 +10,7 @@ from typing import Any
 from ...core.console import notice
 from ...core.disk import DiskError, disk_sentence
 from ...core.errors import InvalidInput
-from ...core.files import whole_directory, whole_file
+from ...core.files import private_directory, rename_whole, whole_file
 from ...core.untrusted import printable
 from ...core.version import __version__
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
@@ -145,12 +145,15 @@ def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[
 
 def _write_pictures(parts: Sequence[PagePart], directory: Path) -> list[Path]:
     names = []
-    with whole_directory(directory) as temporary:
+    with private_directory(directory) as place:
+        temporary = place / directory.name
+        temporary.mkdir()
         for number, part in enumerate(parts):
             prefix = f"{number}-" if len(parts) > 1 else ""
             for chart in (chart for section in part.sections for chart in section.charts):
                 names.append(f"{prefix}{chart.name}.png")
                 write_png(chart.drawn, temporary / names[-1])
+        rename_whole(temporary, directory)
     return [directory / name for name in names]
 
 

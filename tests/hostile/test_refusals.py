@@ -110,7 +110,7 @@ def indexed(text: str) -> Damage:
 
 # Source (a family, a format of quantised weights, or a multimodal model), damage, sentence.
 CONVERTED: list[tuple[str, Damage, str]] = [
-    ("llama", header(lambda rows: rows.pop(GATE)), "model.safetensors has a damaged header"),
+    ("llama", header(lambda rows: rows.pop(GATE)), "model.safetensors is truncated, damaged or no"),
     ("llama", row(shape=[-48, -32]), "its shape is [-48, -32]"),
     ("llama", row(shape=[0, 2**61, 2**61]), "of its data_offsets"),
     ("llama", row(data_offsets=None), "its data_offsets are None"),
