@@ -122,7 +122,7 @@ def test_a_place_where_nothing_can_be_written_is_named_alone() -> None:
 
 
 def test_texts_are_read_as_the_numbers_that_they_are() -> None:
-    with pytest.raises(InvalidInput, match="^batch is 'x'; it should be a whole number$"):
+    with pytest.raises(InvalidInput, match=r"^batch is 'x'; it should be a whole number$"):
         kvfold.plan(DEMO, batch="x")
     assert kvfold.GQA(kv_heads="2") == kvfold.GQA(kv_heads=2)
     assert kvfold.MLA(rank="8") == kvfold.MLA(rank=8)

@@ -1,16 +1,11 @@
 """Local directories of models that the user names by a path, or by a Hub id with an optional `@revision`."""
 
-import os
 import re
 import socket
 from pathlib import Path
 
 from .errors import InvalidInput
-from .untrusted import printable, shorten
-
-# Of the name of an output: names are at most 255 bytes, and .kvfold-XXXXXXXX or .tower.partial is added.
-_NAME_BYTES = 232
-_PARTS = 256  # of a new path; Python makes its directories by recursion
+from .untrusted import printable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Everything that a checkpoint needs, without pickles; the card, for its licence; the code of remote outputs,
@@ -84,35 +79,6 @@ def check_name(path: Path) -> Path:
     except UnicodeEncodeError:
         raise InvalidInput(f"the path {printable(path)} is not UTF-8; rename the directory") from None
     return path
-
-
-def check_depth(path: Path, name: str) -> None:
-    """Check that the directories of a path can be made.
-
-    `name` says in the error what it is.
-
-    Raises:
-        InvalidInput: it is inside too many directories.
-    """
-    parts = len(path.absolute().parts)
-    if parts > _PARTS:
-        raise InvalidInput(f"{name} has {parts} parts; use one of at most {_PARTS}")
-
-
-def check_new_name(out: Path) -> None:
-    """Check the name of an output: in UTF-8, and with room for longer names next to it, such as NAME.partial.
-
-    Raises:
-        InvalidInput: it is not in UTF-8, too long, or in too many directories.
-    """
-    check_depth(out, "the output's path")
-    check_name(out.absolute())
-    size = len(os.fsencode(out.name))
-    if size > _NAME_BYTES:
-        raise InvalidInput(
-            f"the output's name {shorten(out.name)} has {size} bytes, and longer names are made next to it; "
-            f"use one of at most {_NAME_BYTES} bytes"
-        )
 
 
 def commit_of(directory: Path) -> str | None:

@@ -291,9 +291,8 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         (tmp_path / "taken", "exists and nothing is overwritten"),
         (
             tmp_path / ("n" * 250),
-            "has 250 bytes, and longer names are made next to it; use one of at most 232",
+            "File name too long",
         ),
-        (tmp_path / "/".join("a" * 1000), "parts; use one of at most 256"),
         (tmp_path / "file" / "out", "is not a directory"),
         (source / "inner", "is inside the source"),
         (Path("/proc/out"), "cannot write /proc/out"),
