@@ -7,7 +7,7 @@ neither torch nor pydantic.
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..core import untrusted
 from ..core.errors import InvalidInput
@@ -202,11 +202,12 @@ def parsed(kind: type[T], content: Any, path: Path, remedy: str, place: tuple[st
     from pydantic import ValidationError
 
     try:
-        return type_adapter(kind).validate_python(content)
+        found: T = type_adapter(cast(Any, kind)).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, (*place, *first["loc"])))
         raise InvalidInput(f"{path} is not what kvfold writes ({where}: {first['msg']}); {remedy}") from None
+    return found
 
 
 def read_json(path: Path, remedy: str) -> Any:
