@@ -30,7 +30,6 @@ _POSITIVE = (
     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "alpha",
 )  # fmt: skip
 _SHARES = ("partial_rotary_factor", "rotary_pct")
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def is_size(value: Any, least: int = 1) -> bool:
@@ -79,30 +78,19 @@ def check_layers(config: Mapping[str, Any], *, mixers: bool) -> None:
         )
 
 
-def check_ids(config: Mapping[str, Any], vocabulary: int) -> None:
-    """Check the token ids in a config.json.
-
-    Ids of the beginning and the end may be beyond the vocabulary: they are the defaults of a class whose
-    vocabulary is larger, and `known_ids` leaves them out. Transformers cannot load such an id of padding.
-    """
-    for field in _IDS:
-        # -1 stands for no padding in checkpoints of the first Llama.
-        least, most = (-1, vocabulary - 1) if field == "pad_token_id" else (0, LARGEST)
-        for one in _ids_of(config, field):
-            if one is not None and not least <= one <= most:
-                raise _wrong(field, config[field], f"a token id from 0 to {vocabulary - 1}")
-
-
 def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     """Return the ids of the beginning and the end without those beyond the vocabulary.
+
+    They are the defaults of a class whose vocabulary is larger.
 
     Returns:
         The fields that change. One whose ids are all beyond is None.
     """
     changed: dict[str, Any] = {}
     for field in ("bos_token_id", "eos_token_id"):
-        ids = [one for one in _ids_of(config, field) if one is not None]
-        known = [one for one in ids if one < vocabulary]
+        stated = config.get(field)
+        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        known = [one for one in ids if isinstance(one, int) and one < vocabulary]
         if known != ids:
             changed[field] = known or None
     return changed
@@ -120,11 +108,6 @@ def former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     is_scaled = rope.get("rope_type", "default") != "default"
     share = {key: value for key, value in rope.items() if key == "partial_rotary_factor"}
     return {**share, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}
-
-
-def _ids_of(config: Mapping[str, Any], field: str) -> list[Any]:
-    value = config.get(field)
-    return value if field == "eos_token_id" and isinstance(value, list) else [value]
 
 
 def _wrong(path: str, value: Any, wanted: str) -> InvalidInput:

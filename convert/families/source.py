@@ -18,7 +18,7 @@ from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
-from .config_fields import check_ids, check_layers, known_ids
+from .config_fields import check_layers, known_ids
 from .family import Family
 from .layers.layer_kinds import reach_of
 from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
@@ -353,7 +353,6 @@ def open_source(place: Path | Checkpoint) -> Source:
     geometry = geometry_of(config)
     check_layers(config, mixers=family.mixers)
     family = configured(family, config)  # which layers rotate may be known only now
-    check_ids(checkpoint.config, config["vocab_size"])
     config |= known_ids(config, config["vocab_size"])
     layers = attending(family, config)
     if not family.mixers:
