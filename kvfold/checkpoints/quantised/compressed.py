@@ -16,8 +16,8 @@ from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
 from ..shards import TensorSpec
 from .bit_fields import WIDTHS, WORD, fields, fp4
-from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, StoredTensors, as_scale
-from .scaled_numbers import scaled
+from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
+from .scaled_numbers import scale_shapes, scaled
 
 FORMATS = (
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
@@ -92,14 +92,8 @@ def _fitting(
     return groups[0]
 
 
-def _has_grid(scale: tuple[int, ...], shape: tuple[int, ...], group: Mapping[str, Any]) -> bool:
-    """Return whether scales of a shape are those of a weight that a group quantises."""
-    rows, columns = shape[-2:]
-    grid = _grid(group, rows, columns)
-    counts = (*shape[:-2], -(-rows // grid[0]), -(-columns // grid[1]))
-    if scale in {counts, counts[:-1] if counts[-1] == 1 else counts}:
-        return True
-    return counts[-2:] == (1, 1) and len(scale) < 2
+def _has_grid(scale: Shape, shape: Shape, group: Mapping[str, Any]) -> bool:
+    return scale in scale_shapes(shape, _grid(group, *shape[-2:]))
 
 
 def fitting_groups(
@@ -131,8 +125,6 @@ def fitting_groups(
 def _bytes(stored: StoredTensors, name: str, groups: list[Mapping[str, Any]]) -> PackedTensor:
     shape = stored.specs[name].shape
     scale, zero = f"{name}_scale", f"{name}_zero_point"
-    if len(shape) < 2:
-        stored.shape(name, 2)
     group = _fitting(stored, name, scale, shape, groups)
     biased = zero in stored.specs or _all_have(groups, "symmetric", False)
     return scaled(stored, name, scale, _grid(group, *shape[-2:]), zero=zero if biased else None)
