@@ -57,9 +57,9 @@ class QuantisedCheckpoint(Checkpoint):
         self.opened, self.origin = self.stored.opened, self.stored.origin
         self.left_out = self.stored.left_out
         self.method, self.quantization = found
-        self.config = _unquantised(self.stored.config)
+        self.config = unquantised(self.stored.config)
         if isinstance(self.config.get("text_config"), dict):
-            self.config["text_config"] = _unquantised(self.config["text_config"])
+            self.config["text_config"] = unquantised(self.config["text_config"])
         self._scheme = SCHEMES[self.method]
         specs = {name: self.stored.spec(name) for name in self.stored}
         tensors = StoredTensors(directory=directory, specs=specs, read=self.stored.__getitem__)
@@ -212,7 +212,8 @@ class QuantisedCheckpoint(Checkpoint):
         return specs
 
 
-def _unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without its quantization_config."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
