@@ -106,7 +106,6 @@ class Remote(Container):
 
     @property
     def _gate(self) -> str | None:
-        """Return the name of the gate's projection in the output."""
         gate = self.family.gate
         if gate is None:
             return None

@@ -181,7 +181,6 @@ def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[
 
 
 def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tower's tensors by their names in the whole checkpoint."""
     names = list(stored)
     first = attending(family, complete(family, text))
     ending = f"{family.o.format(layer=first[0] if first else 0)}.weight"
@@ -202,7 +201,6 @@ def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping
 
 
 def _causal_config(model_type: str, text: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of the tower as a causal language model."""
     from transformers import CONFIG_MAPPING
 
     rope = text.get("rope_parameters")

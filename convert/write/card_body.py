@@ -250,7 +250,6 @@ def _name_of_fold(record: dict[str, Any], student: Any) -> str:
 
 
 def _split(command: str) -> list[str]:
-    """Return the words of a command; none if kvfold did not write it."""
     try:
         return shlex.split(command)
     except ValueError:
@@ -299,7 +298,6 @@ def _loading(written: Written, place: str) -> list[str]:
 
 
 def _training(written: Written) -> str:
-    """Return how to train a latent model, with the names that PEFT takes."""
     projections = listed(_weights_next_to(written, "kv_b_proj"))
     if written.layout != "stock":
         return _TRAINING.format(projections)

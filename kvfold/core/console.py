@@ -290,7 +290,6 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
 
 
 def _reported(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield `items`, and report each to the listener when it is done."""
     for done, item in enumerate(items, 1):
         yield item
         report_progress(description, done, total)

@@ -163,7 +163,6 @@ def load_whole(file: Path) -> dict[str, "Tensor"] | None:
 
 
 def _checksum(file: Path, tensors: Mapping[str, "Tensor"]) -> int:
-    """Return the CRC-32 of a file's name and its tensors."""
     import torch
 
     found = zlib.crc32(file.name.encode())

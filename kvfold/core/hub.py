@@ -90,31 +90,22 @@ def commit_of(directory: Path) -> str | None:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-    from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+    from huggingface_hub import errors, snapshot_download
 
+    refusals = {
+        errors.RepositoryNotFoundError: "is neither a directory nor a model on the Hub that you may read",
+        errors.RevisionNotFoundError: f"has no revision {revision}; name a branch, tag or commit of it",
+        errors.LocalEntryNotFoundError: "is not a directory here, not in the local Hub cache, and the Hub "
+        "cannot be reached; give a directory",
+    }
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED)).resolve()
-    except RepositoryNotFoundError:
-        raise InvalidInput(
-            f"{name} is neither a directory here nor a model on the Hub that you may read"
-        ) from None
-    except NoRevision:
-        raise InvalidInput(f"{name} has no revision {revision}; name a branch, tag or commit of it") from None
-    except LocalEntryNotFoundError:
-        raise InvalidInput(
-            f"{name} is not a directory here, not in the local Hub cache, and the Hub cannot be reached; "
-            f"give a directory"
-        ) from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
     except Exception as error:  # of a connection that breaks and of any answer, by several libraries
+        for kind, sentence in refusals.items():
+            if isinstance(error, kind):
+                raise InvalidInput(f"{name} {sentence}") from None
+        if isinstance(error, errors.HfHubHTTPError | errors.HFValidationError):
+            raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
         of_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
         of_machine = getattr(error, "errno", None) is not None and not of_network
         if of_machine or isinstance(error, _OF_CODE):

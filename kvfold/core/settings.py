@@ -89,7 +89,6 @@ class Settings(BaseModel):
 
 
 def _parts(kind: object) -> list[object]:
-    """Return a type and all that it is made of."""
     return [kind, *(part for argument in get_args(kind) for part in _parts(argument))]
 
 

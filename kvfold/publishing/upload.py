@@ -114,15 +114,14 @@ def _failures(publication: Publication) -> Iterator[None]:
         ) from None
     except OfflineModeIsEnabled:
         raise InvalidInput("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it") from None
-    except HTTPError as error:
-        raise InvalidInput(_sentence(publication.repository, error)) from None
     except ValueError as error:  # an error about a single file, such as an exceeded quota
         raise InvalidInput(f"the Hub refuses the upload: {plain_reason(error)}") from None
-    except (RuntimeError, ConnectionError, TimeoutError, PermissionError) as error:
+    except (HTTPError, RuntimeError, ConnectionError, TimeoutError, PermissionError) as error:
         if getattr(error, "filename", None) is not None:
             raise  # an error of a local file
         # The library's threads pass on their errors as these, and hf_xet raises all its errors as these.
-        raise InvalidInput(_sentence(publication.repository, error.__cause__ or error)) from None
+        told = error if isinstance(error, HTTPError) else error.__cause__ or error
+        raise InvalidInput(_sentence(publication.repository, told)) from None
 
 
 def _sentence(repository: str, error: BaseException) -> str:

@@ -47,7 +47,6 @@ def find_compressed(stored: StoredTensors, config: Mapping[str, Any]) -> dict[st
 
 
 def _groups(stored: StoredTensors, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return how the config groups quantise weights."""
     if config.get("transform_config"):
         raise InvalidInput(
             f"{stored.directory} has a transform_config: its weights are rotated, and kvfold reads "
@@ -75,7 +74,6 @@ def _grid(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
 
 
 def _all_have(groups: list[Mapping[str, Any]], field: str, value: Any) -> bool:
-    """Return whether a field has a value in every group that a weight may be of."""
     return bool(groups) and all(group.get(field) == value for group in groups)
 
 
