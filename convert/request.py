@@ -19,8 +19,8 @@ from ..core.cache_dtypes import CacheDtypeName
 from ..core.command_options import Option, words_of
 from ..core.errors import InvalidInput
 from ..core.option_types import Bytes, Place, Tokens, as_list
-from ..core.settings import LARGEST_SEED, Settings, sentence_of, suggest
-from ..core.untrusted import read_yaml, shorten
+from ..core.settings import LARGEST_SEED, Settings, sentence_of
+from ..core.untrusted import read_yaml
 from ..engines.rules.engine_names import EngineName
 from ..texts.calibration_name import names_statistics
 from .algebra.target import Sizes
@@ -79,23 +79,13 @@ class _Target(Settings):
     def __init__(self, *values: Any, **given: Any) -> None:
         """Refuse what the target does not take; Python's own mistake would be a `TypeError`."""
         kind = type(self)
-        names = list(kind.model_fields)
         if values:
-            write = f"{names[0]}={values[0]!r}" if names else ""
+            write = "".join(f"{name}={values[0]!r}" for name in list(kind.model_fields)[:1])
             raise InvalidInput(f"{kind.__name__} takes values by name; write {kind.__name__}({write})")
-        for name in given:
-            if name not in names:
-                hint = suggest(name, names, _OTHER_NAMES) if names else "it takes none"
-                raise InvalidInput(f"unknown name {name!r} of {kind.__name__}; {hint}")
-        for name in ("rank", "q_lora_rank"):
-            if isinstance(rank := given.get(name), str) and rank != "full":
-                wanted = "a whole number or the text 'full'"
-                raise InvalidInput(f"{name} is {shorten(rank)}; it should be {wanted}")
-        kind.refuse_texts(given)
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise InvalidInput(sentence_of(error, {"": kind})) from None
+            raise InvalidInput(sentence_of(error, {"": kind}, _OTHER_NAMES)) from None
 
 
 class GQA(_Target):
@@ -306,4 +296,4 @@ def request_of(model: str | Path, target: GQA | MQA | MLA, **options: Any) -> Fo
     for name in sorted(sizes.keys() & given.keys()):
         raise InvalidInput(f"{name} is given twice, in the target and as an option; leave one of them out")
     to = type(target).__name__.lower()
-    return FoldRequest.take({"model": str(model), "to": to, **sizes, **given}, _OTHER_NAMES)
+    return FoldRequest.read({"model": str(model), "to": to, **sizes, **given}, _OTHER_NAMES)

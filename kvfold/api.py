@@ -143,7 +143,7 @@ def plan(
 
     options |= {"context": context, "memory": memory, "batch": batch, "engines": engines}
     with calling(progress):
-        return recommend(PlanRequest.take({"model": text_of(source, "source"), **options}))
+        return recommend(PlanRequest.read({"model": text_of(source, "source"), **options}))
 
 
 @public
@@ -236,7 +236,7 @@ def evaluate(
     file = optional_path(out, "out")
     with calling(progress) as heard:
         given = {name: value for name, value in given.items() if value is not None}
-        result = run_request(EvalRequest.take(given), file)
+        result = run_request(EvalRequest.read(given), file)
     return Measurements(report=result.to_json(), table=result.grid(), notices=tuple(heard.notices))
 
 
@@ -282,7 +282,7 @@ def verify(
     given = {"directory": directory_of(directory), "engines": engines, "source": source, "run": run}
     given |= {"cache_dtype": cache_dtype, "llama_cpp": llama_cpp, "renew_code": renew_code}
     given |= {"restore_rope": restore_rope}
-    return check(VerifyRequest.take(given))
+    return check(VerifyRequest.read(given))
 
 
 @public
@@ -321,7 +321,7 @@ def quantize(
 
     given = {"directory": directory_of(directory), "scheme": scheme, "out": out}
     with calling(progress):
-        asked = QuantizeRequest.take({**given, "group_size": group_size, "shard_size": shard_size})
+        asked = QuantizeRequest.read({**given, "group_size": group_size, "shard_size": shard_size})
         plan = plan_quantize(asked.directory, asked.scheme, asked.out, group=asked.group_size)
         return Quantized(directory=plan.out, record=write_quantized(plan, asked.shard_size))
 
@@ -360,7 +360,7 @@ def publish(
     from .publishing.publish import PublishRequest, release
 
     given = {"directory": directory_of(directory), "repository": text_of(repository, "repository")}
-    asked = PublishRequest.take({**given, "private": private, "verify": verify, "dry_run": dry_run})
+    asked = PublishRequest.read({**given, "private": private, "verify": verify, "dry_run": dry_run})
     with calling(progress):
         found = release(asked)
     if failures := "; ".join(found.verification.failures):

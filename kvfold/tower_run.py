@@ -171,7 +171,7 @@ def assemble(
     from .convert.towers.request import AssembleRequest
 
     given = {"tower": path_of(tower, "tower"), "whole": text_of(whole, "whole"), "out": out}
-    asked = AssembleRequest.take({**given, "shard_size": shard_size})
+    asked = AssembleRequest.read({**given, "shard_size": shard_size})
     return assemble_tower(asked.tower, asked.whole, asked.out, asked.shard_size)
 
 

@@ -34,8 +34,11 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         raise InvalidInput(f"config.json has rope parameters {scaling!r}, where an object is needed")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if not isinstance(theta, int | float):
-        raise InvalidInput(f"config.json has rope_theta {theta!r}, where a number is needed")
+    if not isinstance(kind, str) or not isinstance(theta, int | float):
+        raise InvalidInput(
+            f"config.json has rope_type {kind!r} and rope_theta {theta!r}, where a string and a number are "
+            "needed"
+        )
     return {
         **{key: value for key, value in scaling.items() if key != "type"},
         "rope_type": kind,

@@ -8,14 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_TENSORS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -99,7 +91,6 @@ class Family:
         host: another family whose class computes the same and has fewer key/value heads
             (host_class.py in formats/).
         block: how the rest of a layer differs from Llama's; a sentence where constants do not bridge it.
-        layer_tensors, model_tensors: the others that a whole checkpoint has.
         embedding: the token embeddings; head: the language model's, which has no prefix and may be tied to
             them.
         caches_queries: transformers' class caches keys and values once for every query head.
@@ -147,9 +138,7 @@ class Family:
     kv_heads: str | None = "num_key_value_heads"
     host: str | None = None
     block: Block | str = Block()
-    layer_tensors: tuple[str, ...] = tuple(f"layers.{{layer}}.{name}" for name in _TENSORS)
     embedding: str = "embed_tokens.weight"
-    model_tensors: tuple[str, ...] = ("norm.weight",)
     head: str = "lm_head.weight"
     caches_queries: bool = False
 

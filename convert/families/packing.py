@@ -5,7 +5,7 @@ Both directions are exact.
 Legend: attention.py; X rows of a projection, D its columns (none for a bias), R rotated dimensions of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..algebra.attention import Attention
 from ..algebra.target import Geometry
 from .family import Family
+from .layers.layer_shapes import LayerShape
 
 
 def half_order(family: Family, head_dim: int, width: int) -> Tensor:
@@ -47,6 +48,24 @@ def shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, int]]:
 def outputs(family: Family, geometry: Geometry) -> dict[str, int]:
     """Return the number of outputs of each projection, which is the length of its bias."""
     return {role: shape[1 if family.transposed else 0] for role, shape in shapes(family, geometry).items()}
+
+
+def attention_shapes(
+    layer: LayerShape, number: int, biases: Set[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Return the names of a layer's attention tensors, and the shapes that they should have."""
+    family, geometry = layer.family, layer.geometry
+    weights = shapes(family, geometry)
+    rows = outputs(family, geometry)
+    for role, name in family.projections(number).items():
+        yield f"{name}.weight", weights[role]
+        if role in biases:
+            yield f"{name}.bias", (rows[role],)
+    counts = {"q": geometry.num_attention_heads, "k": geometry.num_key_value_heads}
+    for which in ("q", "k"):
+        norm = family.norm(which, number)
+        if norm is not None:
+            yield norm, (geometry.head_dim * (counts[which] if family.norm_spans == "heads" else 1),)
 
 
 def split(rows_XD: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:

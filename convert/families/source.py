@@ -10,23 +10,21 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.directory import Checkpoint
-from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open_checkpoint
+from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import check_unfolded
 from ...core.errors import InvalidInput
-from ...core.untrusted import printable
 from ...models.expected_weights import check_weights
 from ..algebra.attention import Attention
 from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
 from ..algebra.target import Geometry
-from .config_fields import check_ids, check_layers, known_ids
+from .config_fields import check_layers, known_ids
 from .family import Family
 from .layers.layer_kinds import reach_of
 from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
 from .packing import half_order, unpack
 from .recognition import attending, complete, configured, family_of, geometry_of, rotary_width, rotated
-from .stored_tensors import biases_of, names_outside_attention
 
 # A pair that does not rotate has this frequency: longrope factors can say it, and its angle is nothing at any
 # position.
@@ -351,26 +349,17 @@ def open_source(place: Path | Checkpoint) -> Source:
     if family.embedding in checkpoint and family.prefix + family.embedding not in checkpoint:
         family = replace(family, prefix="")  # saved as the bare model, as the first GPT-2 checkpoints are
     embedding = family.prefix + family.embedding
-    wrapped = [name for name in checkpoint if name.endswith(f".{embedding}")]
-    if wrapped and embedding not in checkpoint:
-        raise InvalidInput(
-            f"the tensors of {checkpoint.directory} have {printable(wrapped[0].removesuffix(embedding))} in "
-            "front of their names, as a model in a wrapper has; save the model that is in the wrapper"
-        )
     config = complete(family, checkpoint.config)
     geometry = geometry_of(config)
     check_layers(config, mixers=family.mixers)
     family = configured(family, config)  # which layers rotate may be known only now
-    check_ids(checkpoint.config, config["vocab_size"])
     config |= known_ids(config, config["vocab_size"])
     layers = attending(family, config)
     if not family.mixers:
         layers = tuple(range(config["num_hidden_layers"]))
     own = {layer: shape_of(family, config, geometry, layer) for layer in layers}
-    biases = biases_of(checkpoint, family, own)
-    for name in names_outside_attention(family, config):
-        if name not in checkpoint:  # transformers would fill the gap with random numbers
-            raise checkpoint.absence(name, f"a {family.label} checkpoint")
+    roles = family.projections(layers[0]).items()
+    biases = frozenset(role for role, name in roles if f"{name}.bias" in checkpoint)
     stores_both = family.head in checkpoint and embedding in checkpoint
     if config["tie_word_embeddings"] and stores_both and not checkpoint.are_equal(family.head, embedding):
         config["tie_word_embeddings"] = False  # transformers 5 then loads both, whatever config.json says
@@ -384,8 +373,6 @@ def open_source(place: Path | Checkpoint) -> Source:
         rotary_width=width,
     )
     ours = fixed_rotation(config, {layer: own[layer].rotary_width for layer in source.rotating if width})
-    if isinstance(checkpoint, QuantisedCheckpoint):
-        checkpoint.check_values()
     tables = check_weights(checkpoint, family.prefix + family.o.partition(".{layer}")[0])
     check_rotation(ours, tables, family.architecture)
     return source

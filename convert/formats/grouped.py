@@ -15,9 +15,8 @@ from ..algebra.target import Geometry, GroupedTarget
 from ..families.config_fields import former_rope
 from ..families.family import Family
 from ..families.layers.layer_shapes import LayerShape, with_fewer_heads
-from ..families.packing import pack
+from ..families.packing import attention_shapes, pack
 from ..families.source import Source
-from ..families.stored_tensors import attention_shapes
 from .container import Container
 
 

@@ -18,9 +18,8 @@ from ..algebra.forward import AnyAttention
 from ..algebra.target import GroupedTarget
 from ..families.hosts import HOSTS, Host
 from ..families.layers.layer_shapes import LayerShape
-from ..families.packing import pack
+from ..families.packing import attention_shapes, pack
 from ..families.source import Source
-from ..families.stored_tensors import attention_shapes
 from ..methods.latent import source_bands
 from .container import Container, Copy, unchanged
 from .grouped import FewerHeads, Grouped, cached_queries

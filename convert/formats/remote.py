@@ -49,6 +49,8 @@ class Remote(Container):
     """
 
     kind: ClassVar[str] = "remote"
+    architecture: ClassVar[str] = ARCHITECTURE
+    files: ClassVar[tuple[Path, ...]] = tuple(HERE / name for name in FILES)
     keeps_source_config: ClassVar[bool] = True
 
     family: Family
@@ -63,16 +65,6 @@ class Remote(Container):
     reordered: bool = False
     layers: tuple[int, ...] = ()
     scaled: bool = False
-
-    @property
-    def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
-        return ARCHITECTURE
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Return the code that is shipped with the weights."""
-        return tuple(HERE / name for name in FILES)
 
     @property
     def cached(self) -> tuple[int, int]:
@@ -114,7 +106,6 @@ class Remote(Container):
 
     @property
     def _gate(self) -> str | None:
-        """Return the name of the gate's projection in the output."""
         gate = self.family.gate
         if gate is None:
             return None

@@ -93,6 +93,7 @@ class Stock(Container):
     """
 
     kind: ClassVar[str] = "stock"
+    architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     is_absorbable: ClassVar[bool] = True
 
     geometry: Geometry
@@ -103,11 +104,6 @@ class Stock(Container):
     served: Served | None = None
     mixed: bool = False
     unread: tuple[str, ...] = ()
-
-    @property
-    def architecture(self) -> str:
-        """Return the name of the class that loads the output."""
-        return "DeepseekV3ForCausalLM"
 
     @property
     def cached(self) -> tuple[int, int]:

@@ -51,7 +51,6 @@ def reordered(attention: Attention, metric: LayerMetric, order: list[int]) -> tu
 
 
 def _readers(order: list[int], attention: Attention) -> list[int]:
-    """Return the query heads of key heads."""
     queries = len(attention.q_NHD) // len(attention.k_KHD)
     return [key * queries + query for key in order for query in range(queries)]
 
@@ -145,7 +144,6 @@ def _neighbours(partition: Partition) -> Iterator[Partition]:
 
 
 def _partition(group_K: Tensor) -> Partition:
-    """Return the heads of every group, in order."""
     members = ((group_K == group).nonzero().flatten().tolist() for group in group_K.unique())
     return tuple(sorted(tuple(group) for group in members))
 

@@ -260,5 +260,4 @@ def _rms(rows: Tensor) -> float:
 
 
 def _power_of_two(value: float) -> float:
-    """Return the nearest power of two, which every dtype keeps."""
     return float(2.0 ** torch.tensor(value).log2().round())

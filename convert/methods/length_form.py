@@ -157,7 +157,6 @@ def fit_root(
 
 
 def _lengths(form_CC: Tensor, latent_XC: Tensor) -> Tensor:
-    """cᵀ M c of every token."""
     return (latent_XC @ form_CC).mul_(latent_XC).sum(-1)
 
 

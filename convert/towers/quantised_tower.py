@@ -70,7 +70,6 @@ def _of_tower(
 
 
 def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose lists of modules are empty."""
     return {key: [] if key in LISTS and value else value for key, value in config.items()}
 
 

@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, found_instead, read_config
+from ...checkpoints.directory import Checkpoint, check_output, copy_side_files, read_config
 from ...checkpoints.quantised.packed_checkpoint import as_stored, open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import check_unfolded
 from ...checkpoints.shards import ShardWriter
 from ...core.errors import InvalidInput
-from ...core.files import whole_directory, write_json
+from ...core.files import write_json
 from ...core.untrusted import read_json
+from ...core.work import whole_directory
 from ...models.load_failures import loading_failures
-from ..families.config_fields import check_places
 from ..families.family import Family
 from ..families.recognition import as_causal, attending, complete, is_multimodal
 from ..families.rows import FAMILIES
-from ..families.stored_tensors import names_outside_attention
 from ..families.unfolded import verdict
 from .quantised_tower import stored_names, tower_modelopt_file, tower_quantization
 
@@ -65,7 +64,6 @@ def find_tower(directory: Path) -> Tower | None:
     if not is_multimodal(config):
         return None
     check_unfolded(directory)
-    check_places(config)
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         raise InvalidInput(f"model_type {kind} is an encoder-decoder model, which kvfold cannot fold")
@@ -80,7 +78,6 @@ def find_tower(directory: Path) -> Tower | None:
     family = FAMILIES[model_type]
     whole = open_checkpoint(directory)
     names = _names(directory, list(whole), family, text)
-    _check_whole(directory, kind, names, family, complete(family, text))
     tied = "lm_head.weight" not in names.values()
     with loading_failures(directory, "config.json"):
         tower_config = _causal_config(model_type, {**text, "tie_word_embeddings": tied}, config)
@@ -141,10 +138,9 @@ def holds_weights(tower: Tower, directory: Path) -> bool:
 def write_tower(tower: Tower, out: Path, shard_size: int) -> None:
     """Write a tower alone, as a checkpoint of a causal language model with weight files of some size."""
     check_output(out, tower.directory)
-    out.parent.mkdir(parents=True, exist_ok=True)
     whole = as_stored(tower.whole)
     specs = {name: whole.spec(stored) for stored, name in tower.stored.items()}
-    with whole_directory(out) as partial:
+    with whole_directory(out, "text tower") as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
             for stored, name in tower.stored.items():
                 for first, piece in whole.stream(stored):
@@ -184,30 +180,7 @@ def _text_config(directory: Path, kind: str, stored: Mapping[str, Any]) -> dict[
     return found
 
 
-def _check_whole(
-    directory: Path, kind: str, names: Mapping[str, str], family: Family, config: dict[str, Any]
-) -> None:
-    """Check that a tower has the tensors of its layers, by the names that the whole checkpoint has for them.
-
-    `names` and the complete `config` are those of `Tower`; `kind` is the model_type of the whole checkpoint.
-    """
-    here = set(names.values())
-    wanted = names_outside_attention(family, {**config, "tie_word_embeddings": True})
-    for layer in () if family.unlike else attending(family, config):  # unlike layers may lack projections
-        wanted += [f"{name}.weight" for name in family.projections(layer).values()]
-    stored, ours = next(iter(names.items()))
-    prefix = stored.removesuffix(ours.removeprefix(family.prefix))
-    for name in wanted:
-        if name not in here:
-            place = prefix + name.removeprefix(family.prefix)
-            raise InvalidInput(
-                f"{directory} has no {place}, which the text tower of {kind} has; "
-                + found_instead(place, names)
-            )
-
-
 def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tower's tensors by their names in the whole checkpoint."""
     names = list(stored)
     first = attending(family, complete(family, text))
     ending = f"{family.o.format(layer=first[0] if first else 0)}.weight"
@@ -228,7 +201,6 @@ def _names(directory: Path, stored: Iterable[str], family: Family, text: Mapping
 
 
 def _causal_config(model_type: str, text: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of the tower as a causal language model."""
     from transformers import CONFIG_MAPPING
 
     rope = text.get("rope_parameters")

@@ -69,15 +69,11 @@ def check_request(request: FoldRequest, tower: Tower) -> None:
                 f"--engine {others_asked[0]}: it is not known whether it runs latent attention inside a "
                 f"multimodal class; leave it out for transformers, {_OTHERS}"
             )
-        if request.container == "remote":
+        if request.container == "remote" or request.rope == "intact":
+            option = "--rope intact" if request.rope == "intact" else "--container remote"
             raise InvalidInput(
-                "--container remote: a multimodal class takes no text model with code of its own; leave the "
-                f"container out, {_OTHERS}"
-            )
-        if request.rope == "intact":
-            raise InvalidInput(
-                "--rope intact: only the stock class has a place in a multimodal class, and it rebuilds no "
-                f"keys; leave it out, {_OTHERS}"
+                f"{option}: a multimodal class takes no text model with code of its own, only the stock "
+                f"class; leave it out, {_OTHERS}"
             )
     if request.dtype != "auto":
         raise InvalidInput(

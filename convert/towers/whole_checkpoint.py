@@ -5,13 +5,9 @@ All other tensors keep their bytes.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial as partial_of
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ...checkpoints.directory import (
     Checkpoint,
@@ -25,14 +21,16 @@ from ...checkpoints.quantised.packed_checkpoint import (
     as_stored,
     open_checkpoint,
     stored_specs,
+    unquantised,
     unquantised_dtype,
 )
 from ...checkpoints.quantised.packed_tensor import module_of
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
 from ...checkpoints.record import describe, write_record
 from ...checkpoints.shards import ShardWriter, TensorSpec
-from ...core.files import whole_directory, write_json
+from ...core.files import write_json
 from ...core.hub import commit_of
+from ...core.work import whole_directory
 from ..families.layers.layer_shapes import with_fewer_heads
 from ..families.rows import FAMILIES
 from ..request import FoldRequest
@@ -46,6 +44,10 @@ _KEPT = {
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings",
     "quantization_config",
 }  # fmt: skip
+
+
+# A tensor of an output: the checkpoint that it is read from, its name there, and its spec in the output.
+Kept = tuple[Checkpoint, str, TensorSpec]
 
 
 def put_back(tower: Tower, folded: Path, out: Path, request: FoldRequest) -> dict[str, Any]:
@@ -75,19 +77,19 @@ def write_around(
         InvalidInput: the directory exists or cannot be written, or the tower does not fit.
     """
     check_output(out, tower.directory)
-    out.parent.mkdir(parents=True, exist_ok=True)
     part = Checkpoint(folded, packed=True)
-    named = names_in_place(tower, part)
     dequantize = bool(made.get("request", {}).get("dequantize"))
-    others = _others(tower, dequantize=dequantize)
-    stored = [each for each in as_stored(tower.whole) if each in named or each in others]
-    order = dict.fromkeys([*stored, *others, *named])  # tensors that are new come last
-    specs = {each: part.spec(named[each]) if each in named else others[each].spec for each in order}
-    with whole_directory(out) as partial:
+    kept = _others(tower, dequantize=dequantize)
+    kept |= {each: (part, name, part.spec(name)) for each, name in names_in_place(tower, part).items()}
+    order = dict.fromkeys(
+        [*(each for each in as_stored(tower.whole) if each in kept), *kept]
+    )  # new ones last
+    specs = {each: kept[each][2] for each in order}
+    with whole_directory(out, "multimodal checkpoint") as partial:
         with ShardWriter(partial, specs, shard_size) as writer:
             for each in specs:
-                pieces = part.stream(named[each]) if each in named else others[each].pieces()
-                for first, piece in pieces:
+                checkpoint, name, _ = kept[each]
+                for first, piece in checkpoint.stream(name):
                     writer.write(each, piece, first)
         copy_side_files(tower.directory, partial)
         config = whole_config(tower, read_config(folded))
@@ -105,20 +107,7 @@ def write_around(
     return record
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """A tensor around a tower, as it is stored or dequantised.
-
-    Attributes:
-        spec: its shape and dtype in the output.
-        pieces: yields it, flat, with the index of each piece's first element.
-    """
-
-    spec: TensorSpec
-    pieces: Callable[[], Iterator[tuple[int, Tensor]]]
-
-
-def _others(tower: Tower, *, dequantize: bool) -> dict[str, _Kept]:
+def _others(tower: Tower, *, dequantize: bool) -> dict[str, Kept]:
     """Return the tensors of a whole checkpoint that are not its tower's, by name.
 
     Scales of the tower's cache are left out: they were those of the source's keys and values. Dequantised
@@ -126,7 +115,7 @@ def _others(tower: Tower, *, dequantize: bool) -> dict[str, _Kept]:
     """
     whole = tower.whole
     kept = [name for name in whole if name not in tower.names]
-    found: dict[str, _Kept] = {}
+    found: dict[str, Kept] = {}
     stored = as_stored(whole)
     parts = [part for name in kept for part in stored_specs(whole, [name])]
     if isinstance(whole, QuantisedCheckpoint):
@@ -137,12 +126,8 @@ def _others(tower: Tower, *, dequantize: bool) -> dict[str, _Kept]:
             packed = [name for name in kept if name in whole.packed]
             gone = {part for name in packed for part in whole.parts(name)}
             parts = [part for part in parts if part not in gone]
-            for name in packed:
-                spec = TensorSpec(dtype, whole.spec(name).shape)
-                found[name] = _Kept(spec=spec, pieces=partial_of(whole.stream, name))
-    return found | {
-        part: _Kept(spec=stored.spec(part), pieces=partial_of(stored.stream, part)) for part in parts
-    }
+            found |= {name: (whole, name, TensorSpec(dtype, whole.spec(name).shape)) for name in packed}
+    return found | {part: (stored, part, stored.spec(part)) for part in parts}
 
 
 def _layer_of(name: str) -> str | None:
@@ -153,7 +138,7 @@ def _layer_of(name: str) -> str | None:
 
 def other_specs(tower: Tower, *, dequantize: bool = False) -> dict[str, TensorSpec]:
     """Return shape and dtype of the tensors of an output that are not its tower's, by name."""
-    return {name: kept.spec for name, kept in _others(tower, dequantize=dequantize).items()}
+    return {name: spec for name, (_, _, spec) in _others(tower, dequantize=dequantize).items()}
 
 
 def _quantised_fields(tower: Tower, folded: Path, out: Path, *, is_dequantised: bool) -> dict[str, Any]:
@@ -205,25 +190,17 @@ def whole_config(tower: Tower, folded: dict[str, Any]) -> dict[str, Any]:
     for field in ("per_layer_config", "rope_theta", "rope_scaling", "partial_rotary_factor"):
         changed.pop(field, None)
     share = folded.get("num_key_value_heads", 1), tower.config.get("num_key_value_heads", 1)
-    config: dict[str, Any] = without_code(as_stored(tower.whole).config)
-    config.pop("quantization_config", None)
-    text = config.get("text_config")
-    if isinstance(text, dict):
-        config["text_config"] = _without_quantization(text)
+    config: dict[str, Any] = without_code(tower.whole.config)
     if (tower.config.get("dtype"), folded.get("dtype")) == ("float16", "bfloat16"):
         config = _in_dtype(config, folded)
     if folded["model_type"] != tower.model_type:
-        return {**config, "text_config": _without_quantization(folded)}
+        return {**config, "text_config": unquantised(folded)}
     text = config.get("text_config")
     if not isinstance(text, dict):
         return {**config, **changed}
     text = {**text, **changed}
     unlike = FAMILIES[tower.model_type].unlike
     return {**config, "text_config": with_fewer_heads(text, share) if unlike else text}
-
-
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def _in_dtype(config: dict[str, Any], folded: Mapping[str, Any]) -> dict[str, Any]:

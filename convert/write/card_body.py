@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.eval_json import EvalSummary
+from ...checkpoints.cost_blocks import CacheBlock
+from ...checkpoints.eval_json import EvalReport
 from ...checkpoints.quantised.packed_checkpoint import is_quantised
 from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
@@ -61,7 +62,7 @@ def card_body(
     source: str,
     title: str,
     place: str,
-    evaluation: EvalSummary | None,
+    evaluation: EvalReport | None,
     *,
     further: bool = False,
 ) -> str:
@@ -140,7 +141,7 @@ def _cache(record: dict[str, Any], written: Written) -> list[str]:
     return ["## KV cache", as_table(["", "source", "this model"], rows), *words]
 
 
-def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further: bool) -> list[str]:
+def _measured(record: dict[str, Any], evaluation: EvalReport | None, *, further: bool) -> list[str]:
     predicted = None if further else record.get("predicted_loss")
     words = "" if predicted is None else (
         f"Predicted on calibration text, before any training: {predicted:.4f} nats per token lost. "
@@ -155,16 +156,18 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
     if evaluation is None:
         return ["## Quality", words or "The quality was not measured."]
     protocol, fidelity = evaluation.protocol, evaluation.fidelity
+    assert protocol is not None, "a perplexity is one of a text"
+    caches, recovered = evaluation.block("cache", CacheBlock), evaluation.ppl.recovered_share.value
     its_cache = "" if evaluation.cache_dtype is None else f", its cache in {as_words(evaluation.cache_dtype)}"
     rows = []
-    for name, model in (
-        ("source", evaluation.teacher),
-        ("before distillation", evaluation.parent),
-        (f"this model{its_cache}", evaluation.student),
+    for name, role in (
+        ("source", "teacher"),
+        ("before distillation", "parent"),
+        (f"this model{its_cache}", "student"),
     ):
+        model, cache = getattr(evaluation.ppl, role), getattr(caches, role, None)
         if model is not None:
-            elements = model.elements_per_token_per_layer
-            cached = "" if elements is None else f"{elements:,.10g}"
+            cached = "" if cache is None else f"{cache.elements_per_token_per_layer:,.10g}"
             rows.append([name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)])
     paragraphs = [
         f"Measured by `kvfold eval` in one run, on the same windows: {as_code(protocol.name)}, "
@@ -176,11 +179,9 @@ def _measured(record: dict[str, Any], evaluation: EvalSummary | None, *, further
     if fidelity is not None:
         same = f"the same most probable token in {fidelity.same_top1.mean:.1%}"
         paragraphs.append(f"KL to the source {fidelity.kl.mean:.4f} nats per token, {same} of positions.")
-    if evaluation.recovered_share.value is not None:
+    if recovered is not None:
         trained = "Training" if further else "Distillation"
-        paragraphs.append(
-            f"{trained} recovered {evaluation.recovered_share.value:.1%} of what the conversion had lost."
-        )
+        paragraphs.append(f"{trained} recovered {recovered:.1%} of what the conversion had lost.")
     return ["## Quality", *paragraphs, *([words] if words else [])]
 
 
@@ -249,7 +250,6 @@ def _name_of_fold(record: dict[str, Any], student: Any) -> str:
 
 
 def _split(command: str) -> list[str]:
-    """Return the words of a command; none if kvfold did not write it."""
     try:
         return shlex.split(command)
     except ValueError:
@@ -298,7 +298,6 @@ def _loading(written: Written, place: str) -> list[str]:
 
 
 def _training(written: Written) -> str:
-    """Return how to train a latent model, with the names that PEFT takes."""
     projections = listed(_weights_next_to(written, "kv_b_proj"))
     if written.layout != "stock":
         return _TRAINING.format(projections)

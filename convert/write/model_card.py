@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoints import license
 from ...checkpoints.card import FILE, read_card
 from ...checkpoints.directory import read_config
-from ...checkpoints.eval_json import EvalSummary
+from ...checkpoints.eval_json import EvalReport
 from ...checkpoints.record import directory_at, hub_id, is_distilled
 from ...core.errors import InvalidInput
 from ..families.recognition import is_multimodal
@@ -44,7 +44,7 @@ def make_card(
     record: dict[str, Any],
     title: str,
     place: str,
-    evaluation: EvalSummary | None = None,
+    evaluation: EvalReport | None = None,
     *,
     further: bool = False,
 ) -> ModelCard:
@@ -141,12 +141,13 @@ def _digest(body: str) -> str:
     return hashlib.sha256(body.strip().encode()).hexdigest()[:16]
 
 
-def _results(evaluation: EvalSummary) -> list[EvalResult]:
+def _results(evaluation: EvalReport) -> list[EvalResult]:
     from huggingface_hub import EvalResult
 
     protocol = evaluation.protocol
+    assert protocol is not None, "a perplexity is one of a text"
     stored = {} if evaluation.cache_dtype is None else {"cache_dtype": evaluation.cache_dtype}
-    values = {"perplexity": ("Perplexity", evaluation.student.perplexity)}
+    values = {"perplexity": ("Perplexity", evaluation.ppl.student.perplexity)}
     if evaluation.fidelity is not None:
         values["kl_divergence"] = ("KL to the source, nats per token", evaluation.fidelity.kl.mean)
         values["same_top1"] = ("Same most probable token as the source", evaluation.fidelity.same_top1.mean)

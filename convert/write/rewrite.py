@@ -247,7 +247,6 @@ def _write_layer(plan: Plan, layer: PlannedLayer, writer: ShardWriter) -> Found:
 
 
 def _copy(plan: Plan, name: str, writer: ShardWriter) -> Found:
-    """Write a tensor that is not attention."""
     copy, checkpoint = plan.copies[name], plan.source.checkpoint
     if copy.part is not None:
         assert isinstance(checkpoint, QuantisedCheckpoint)
@@ -283,7 +282,6 @@ def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> dict[str, An
 
 @contextmanager
 def _failures(plan: Plan, out: Path) -> Iterator[None]:
-    """Turn errors of the file system into sentences."""
     try:
         yield
     except writing_errors() as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InvalidInput
-from ...core.settings import Settings, description_of, names_of, texts_of
-from ...core.untrusted import is_text, parse_yaml, read_yaml, shorten
+from ...core.settings import Settings, description_of, names_of
+from ...core.untrusted import parse_yaml, read_yaml
 from .data_section import Data, TextSource
 from .default_recipe import default_rate, default_recipe, weights_of
 from .recipe import Evaluate, Lora, Recipe, Save, Stage
@@ -83,9 +83,6 @@ def as_recipe(
         _place(content, key, plain_values(value), f"settings[{key!r}]")
     for override in overrides:
         _override(content, override)
-    for key, text in texts_of(content):
-        if not is_text(text):  # from Python; no file of YAML has such
-            raise InvalidInput(f"{name}: {key} is {shorten(text)}, which is not a text in UTF-8; give one")
     _fill_rates(content)
     return Recipe.read(content, _OTHER_NAMES, name, SECTIONS)
 

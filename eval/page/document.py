@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.console import notice
 from ...core.errors import InvalidInput
-from ...core.files import whole_directory, whole_file
+from ...core.files import private_directory, rename_whole, whole_file
 from ...core.untrusted import printable
 from ...core.version import __version__
 from .canvas import DARK, LIGHT, styled, to_svg, write_png
@@ -134,12 +134,15 @@ def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[
         temporary.write_text(_render(parts), encoding="utf-8")
         if pictures is None:
             return []
-        with whole_directory(pictures) as place:
+        with private_directory(pictures) as place:
+            made = place / pictures.name
+            made.mkdir()
             for number, part in enumerate(parts):
                 prefix = f"{number}-" if len(parts) > 1 else ""
                 for chart in (chart for section in part.sections for chart in section.charts):
                     names.append(f"{prefix}{chart.name}.png")
-                    write_png(chart.drawn, place / names[-1])
+                    write_png(chart.drawn, made / names[-1])
+            rename_whole(made, pictures)
     return [pictures / name for name in names]
 
 

@@ -29,7 +29,6 @@ from ...checkpoints.quality_blocks import (
 from ...core.console import progress
 from ...core.errors import InvalidInput
 from ...core.files import write_whole
-from ...core.hub import check_depth
 from ...core.untrusted import read_json
 from ..estimate import NORMAL, estimate, paired_difference, proportion, proportion_difference
 from ..subject import Subject
@@ -123,7 +122,6 @@ def _answers(subject: Subject, role: str, name: str) -> dict[str, Any]:
 
     if settings.task_cache is None:
         return run()
-    check_depth(settings.task_cache, "the path of --task-cache")
     asked = {
         "model": subject.checkpoints[role].identity,
         "task": name,

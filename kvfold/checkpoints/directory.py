@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.console import is_first, notice
 from ..core.errors import InvalidInput
 from ..core.files import rename_whole
-from ..core.hub import check_new_name
+from ..core.hub import check_name
 from ..core.untrusted import printable, read_json, shorten
 from ..core.work import discard_finished
 from .other_forms import without_config
@@ -357,7 +357,7 @@ def check_output(out: Path, source: Path | None = None) -> None:
     Raises:
         InvalidInput: the output cannot be written there.
     """
-    check_new_name(out)
+    check_name(out.absolute())
     if is_first():
         discard_finished(out)
     if out.exists() or out.is_symlink():

@@ -5,20 +5,18 @@ neither torch nor pydantic.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..core import untrusted
 from ..core.errors import InvalidInput
 from ..core.type_adapters import type_adapter
 from .cost_blocks import CacheBlock, SpeedBlock
 from .quality_blocks import (
-    Estimate,
     FidelityBlock,
     FiniteNumbers,
     PerplexityBlock,
-    RecoveredLoss,
     RetrievalBlock,
     RulerBlock,
     StorageBlock,
@@ -152,38 +150,6 @@ class EvalReport(FiniteNumbers):
 HEAD = tuple(each.name for each in fields(EvalReport))  # the keys of eval.json
 
 
-@dataclass(frozen=True)
-class ModelSummary:
-    """One model in a summary; `elements_per_token_per_layer` are those of its live cache."""
-
-    path: str
-    dtype: str
-    perplexity: float
-    elements_per_token_per_layer: float | None = None
-
-
-@dataclass(frozen=True)
-class FidelitySummary:
-    """The checkpoint against its source: KL(source || checkpoint) in nats, and equal top-1 tokens."""
-
-    kl: Estimate
-    same_top1: Estimate
-
-
-@dataclass(frozen=True)
-class EvalSummary:
-    """The numbers of a report that a model card shows."""
-
-    protocol: TextProtocol
-    student: ModelSummary
-    teacher: ModelSummary | None = None
-    parent: ModelSummary | None = None
-    fidelity: FidelitySummary | None = None
-    recovered_share: RecoveredLoss = field(default_factory=RecoveredLoss)
-    cache_dtype: str | None = None
-    identity: str = ""  # of the checkpoint, see `identity.py`
-
-
 def read_report(path: Path, directory: Path) -> EvalReport:
     """Read a report.
 
@@ -210,44 +176,18 @@ def read_report(path: Path, directory: Path) -> EvalReport:
     return replace(report, suites=blocks)
 
 
-def read_summary(directory: Path) -> EvalSummary | None:
-    """Read the summary of a checkpoint's own eval.json.
+def measured_by(directory: Path) -> EvalReport | None:
+    """Read a checkpoint's own eval.json.
 
     Returns:
-        The summary; None where there is no eval.json, or no perplexity in it.
+        The report; None where there is none, or no perplexity in it.
 
     Raises:
         InvalidInput: it is not a report, is damaged, or belongs to another checkpoint.
     """
     path = directory / FILE
-    if not path.is_file():
-        return None
-    report = read_report(path, directory)
-    scores = report.block("ppl", PerplexityBlock)
-    if scores is None or report.protocol is None:
-        return None
-    caches = report.block("cache", CacheBlock)
-    models: dict[str, ModelSummary | None] = {}
-    for role, place in zip(ROLES, (report.checkpoint, report.teacher, report.parent), strict=True):
-        score = getattr(scores, role)
-        cache = getattr(caches, role, None)
-        live = None if cache is None else cache.elements_per_token_per_layer
-        models[role] = None
-        if place is not None and score is not None:
-            models[role] = ModelSummary(place.path, score.dtype, score.perplexity, live)
-    student = models["student"]
-    assert student is not None  # neither its place nor its scores are optional
-    fidelity = report.fidelity
-    return EvalSummary(
-        protocol=report.protocol,
-        student=student,
-        teacher=models["teacher"],
-        parent=models["parent"],
-        fidelity=None if fidelity is None else FidelitySummary(fidelity.kl, fidelity.same_top1),
-        recovered_share=scores.recovered_share,
-        cache_dtype=report.cache_dtype,
-        identity=report.checkpoint.identity,
-    )
+    report = read_report(path, directory) if path.is_file() else None
+    return report if report and report.protocol and report.suites.get("ppl") else None
 
 
 def parsed(kind: type[T], content: Any, path: Path, remedy: str, place: tuple[str, ...] = ()) -> T:
@@ -262,11 +202,12 @@ def parsed(kind: type[T], content: Any, path: Path, remedy: str, place: tuple[st
     from pydantic import ValidationError
 
     try:
-        return type_adapter(kind).validate_python(content)
+        found: T = type_adapter(cast(Any, kind)).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, (*place, *first["loc"])))
         raise InvalidInput(f"{path} is not what kvfold writes ({where}: {first['msg']}); {remedy}") from None
+    return found
 
 
 def read_json(path: Path, remedy: str) -> Any:

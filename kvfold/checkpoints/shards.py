@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput
-from ..core.system_calls import open_bytes, opened_directory, read_at, reserve, write_at
-from ..core.untrusted import parse_json, printable, shorten
+from ..core.system_calls import open_bytes, read_at, reserve, write_at
+from ..core.untrusted import printable
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Of quantised weights, their scales and their tables.
@@ -39,8 +40,6 @@ INDEX = "model.safetensors.index.json"
 # Of a file's header, which takes seconds to read at these limits. A published shard describes some thousand
 # tensors in less than 1 MB; all 92,000 of DeepSeek-V3 in a single file would take 12 MB.
 HEADER_LIMIT = 2**25  # bytes
-_COUNT_LIMIT = 2**62  # of elements or bytes, so that sums and products fit into 64 bits
-_DIMENSIONS = 64
 _POINTER = b"version https://git-lfs"  # how a file that Git LFS did not fetch begins
 
 
@@ -81,76 +80,41 @@ def read_header(file: Path) -> dict[str, Entry]:
     """Return the place of each tensor of a safetensors file, by name, without reading the tensors.
 
     Raises:
-        InvalidInput: the file is truncated or damaged: tensors overlap or leave bytes unused, a name occurs
-            twice, or a shape is none; or it holds a dtype that torch does not have.
+        InvalidInput: the file is truncated or damaged, as the safetensors library says, or its header is too
+            large; or it holds a dtype that torch does not have.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > size - 8:
-            if (prefix + stream.read(len(_POINTER) - 8)) == _POINTER:
-                raise InvalidInput(
-                    f"{file} is a pointer of Git LFS, not the weights; fetch them with `git lfs pull`"
-                )
+        prefix = stream.read(len(_POINTER))
+        if prefix == _POINTER:
             raise InvalidInput(
-                f"{file} is truncated or no safetensors file: its header does not fit its {size} bytes; "
-                "download or save it again"
+                f"{file} is a pointer of Git LFS, not the weights; fetch them with `git lfs pull`"
             )
-        if length > HEADER_LIMIT:
+        length = int.from_bytes(prefix[:8], "little")
+        if HEADER_LIMIT < length <= size - 8:
             raise InvalidInput(
                 f"{file} has a header of {length} bytes, and at most {HEADER_LIMIT} are read; save the "
                 "checkpoint in more files"
             )
-        content = stream.read(length)
-    header = parse_json(content, f"the header of {file}", HEADER_LIMIT)
-    metadata = header.pop("__metadata__", {})
-    is_text_map = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
-    if not content.startswith(b"{") or not is_text_map:
-        raise InvalidInput(f"{file} has a damaged header; download or save it again")
-    entries = {name: _entry(file, 8 + length, name, row) for name, row in header.items()}
-    end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=8 + length)
-    if end != size:
-        what = "truncated" if size < end else "damaged"
-        raise InvalidInput(
-            f"{file} is {what}: its header describes {end} bytes, it has {size}; download or save it again"
-        )
-    position = 8 + length  # each tensor begins where the one before it ends
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].spec.nbytes)):
-        if entry.start != position:
-            early = entry.start < position
-            fault = "overlaps the tensor before it" if early else "has unused bytes before it"
+        try:
+            with safe_open(file, "pt"):  # it checks that tensors fill the file without gaps
+                stream.seek(8)
+                header = json.loads(stream.read(length))
+        except SafetensorError as error:
             raise InvalidInput(
-                f"{file} has a damaged header: {printable(name)} {fault}; download or save it again"
+                f"{file} is truncated, damaged or no safetensors file ({error}); download or save it again"
+            ) from None
+    dtypes, entries = DTYPES | PACKED_DTYPES | _OTHER_DTYPES, {}
+    for name, row in header.items():
+        if name == "__metadata__":
+            continue
+        if row["dtype"] not in dtypes:
+            raise InvalidInput(
+                f"{file} has {printable(name)} as {row['dtype']}, and {', '.join(dtypes)} are read"
             )
-        position += entry.spec.nbytes
+        spec = TensorSpec(dtypes[row["dtype"]], tuple(row["shape"]))
+        entries[name] = Entry(file, 8 + length + row["data_offsets"][0], spec)
     return entries
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _COUNT_LIMIT
-
-
-def _entry(file: Path, data: int, name: str, row: Any) -> Entry:
-    """Return a tensor's place from its row of the header, whose data begin at byte `data` of the file."""
-    damaged = f"{file} has a damaged header at {printable(name)}"
-    if not isinstance(row, dict):
-        raise InvalidInput(f"{damaged}: it holds no object; download or save it again")
-    kind, shape, offsets = (row.get(field) for field in ("dtype", "shape", "data_offsets"))
-    dtypes = DTYPES | PACKED_DTYPES | _OTHER_DTYPES
-    if not isinstance(kind, str) or kind not in dtypes:
-        raise InvalidInput(f"{damaged}: its dtype is {shorten(kind)}, and {', '.join(dtypes)} are read")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)) or len(shape) > _DIMENSIONS:
-        raise InvalidInput(f"{damaged}: its shape is {shorten(shape)}; download or save it again")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise InvalidInput(f"{damaged}: its data_offsets are {shorten(offsets)}; download or save it again")
-    spec = TensorSpec(dtypes[kind], tuple(shape))
-    if math.prod(size for size in shape if size) >= _COUNT_LIMIT or offsets[1] - offsets[0] != spec.nbytes:
-        raise InvalidInput(
-            f"{damaged}: shape {shorten(shape)} as {kind} does not have the {offsets[1] - offsets[0]} bytes "
-            "of its data_offsets; download or save it again"
-        )
-    return Entry(file, data + offsets[0], spec)
 
 
 def holds_unfolded(file: Path, name: str, dtype: torch.dtype) -> str:
@@ -242,16 +206,14 @@ class ShardWriter:
         self._dirty: set[int] = set()
         self._entries: dict[str, Entry] = {}
         try:
-            with opened_directory(directory) as within:
-                for index, shard in enumerate(shards, 1):
-                    name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-                    self._open("model.safetensors" if len(shards) == 1 else name, within, shard, allocate)
+            for index, shard in enumerate(shards, 1):
+                name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+                self._open(directory / ("model.safetensors" if len(shards) == 1 else name), shard, allocate)
         except BaseException:
             self.release()  # an open file would keep its space on a full disk even once it is removed
             raise
 
-    def _open(self, name: str, within: int | None, shard: dict[str, TensorSpec], allocate: bool) -> None:
-        file = self._directory / name
+    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> None:
         # Widest dtype first, so that every tensor starts at a multiple of its item size.
         ordered = sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)
         rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -270,8 +232,7 @@ class ShardWriter:
             begin, _ = rows[tensor]["data_offsets"]
             self._entries[tensor] = Entry(file, start + begin, spec)
         prefix = struct.pack("<Q", len(header)) + header
-        place = file if within is None else name
-        descriptor = self._files[str(file)] = open_bytes(place, create=allocate, within=within)
+        descriptor = self._files[str(file)] = open_bytes(file, create=allocate)
         if os.fstat(descriptor).st_nlink > 1:
             raise InvalidInput(f"{file} has a second name, a hard link, which would change too; remove one")
         self.resumed &= (

@@ -171,7 +171,6 @@ def _spelling(metadata: list[Any]) -> Option:
 
 
 def _metadata(field: FieldInfo) -> list[Any]:
-    """Return all annotations of a field, its own last."""
     found: list[Any] = []
     waiting: list[Any] = [field.annotation]
     while waiting:
@@ -184,7 +183,6 @@ def _metadata(field: FieldInfo) -> list[Any]:
 
 
 def _kind(annotation: Any) -> Any:
-    """Return a type without None and without annotations."""
     if hasattr(annotation, "__metadata__"):
         return _kind(annotation.__origin__)
     if get_origin(annotation) in (Union, types.UnionType):

@@ -6,7 +6,6 @@ No heavy import here: `--help` goes through this module.
 import atexit
 import errno
 import gc
-import inspect
 import json
 import logging
 import os
@@ -66,25 +65,19 @@ def check_launch() -> None:
     """Refuse a launcher's environment variables if some are missing or contradict each other.
 
     Raises:
-        InvalidInput: names one of them.
+        InvalidInput: names those that are there.
     """
-    given = {name: os.environ.get(name) for name in _LAUNCH}
-    is_launched = given["WORLD_SIZE"] not in (None, "1") or given["RANK"] not in (None, "0")
-    is_launched |= given["LOCAL_RANK"] is not None
-    if not is_launched:  # an address alone may be that of something else
+    given = {name: os.environ[name] for name in _LAUNCH if name in os.environ}
+    is_launched = given.get("WORLD_SIZE", "1") != "1" or given.get("RANK", "0") != "0"
+    if not is_launched and "LOCAL_RANK" not in given:  # an address alone may be that of something else
         return
-    advice = "start it with accelerate launch, or unset RANK, LOCAL_RANK and WORLD_SIZE"
-    for name, value in given.items():
-        if value is None:
-            others = ", ".join(f"{other}={set_to}" for other, set_to in given.items() if set_to is not None)
-            raise InvalidInput(f"{others} in the environment, but no {name}; {advice}")
-        if name != "MASTER_ADDR" and not value.isdecimal():
-            raise InvalidInput(
-                f"{name} is {shorten(value)} in the environment; it should be a number: {advice}"
-            )
-    if int(given["RANK"] or 0) >= int(given["WORLD_SIZE"] or 1):
+    numbers = [value for name, value in given.items() if name != "MASTER_ADDR"]
+    is_whole = len(given) == len(_LAUNCH) and all(map(str.isdecimal, numbers))
+    if not is_whole or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        told = ", ".join(f"{name}={value}" for name, value in given.items())
         raise InvalidInput(
-            f"RANK={given['RANK']} in the environment is not below WORLD_SIZE={given['WORLD_SIZE']}; {advice}"
+            f"the environment has {told}, where a launched process has {', '.join(_LAUNCH)}, numbers but for "
+            "the address; start it with accelerate launch, or unset RANK, LOCAL_RANK and WORLD_SIZE"
         )
 
 
@@ -131,15 +124,13 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; refuse one too many, an empty or repeated one, and one that is not UTF-8.
 
-        No record could hold the last, and an empty path would be the current directory. `--out=~/x`, which
-        bash leaves as it is, is in the home directory.
+        No record could hold the last, and an empty path would be the current directory.
         """
         takes_value = {
             name for part in self.params if not getattr(part, "is_flag", True) for name in part.opts
         }
         end = args.index("--") if "--" in args else len(args)  # what follows is another program's
-        own = [_home(argument) for argument in args[:end]]
-        args = [*own, *args[end:]]
+        own = args[:end]
         for before, argument in zip(["", *own], own, strict=False):
             empty = _EMPTY.fullmatch(argument)
             if empty:
@@ -190,13 +181,6 @@ class Command(click.Command):
         except click.ClickException as mistake:  # a check that fails, which may name a file
             kind = type("_Failure", (click.ClickException,), {"exit_code": mistake.exit_code})
             raise kind(bounded(printable(mistake.message))) from None
-
-
-def _home(argument: str) -> str:
-    name, is_option, place = argument.partition("=~")
-    if is_option and name.startswith("--") and "=" not in name and place[:1] in {"", "/"}:
-        return f"{name}={os.path.expanduser('~' + place)}"
-    return argument
 
 
 @contextmanager
@@ -306,7 +290,6 @@ def progress(items: Iterable[T], description: str, total: int, at_once: int = 1)
 
 
 def _reported(items: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Yield `items`, and report each to the listener when it is done."""
     for done, item in enumerate(items, 1):
         yield item
         report_progress(description, done, total)
@@ -367,15 +350,7 @@ def calling(
     Raises:
         InvalidInput: the callback cannot be called, or as in the block.
     """
-    try:
-        is_usable = progress is None or callable(progress)
-        if progress is not None and is_usable:
-            inspect.signature(progress).bind("", 0, 0)
-    except TypeError:
-        is_usable = False
-    except ValueError:  # one of C, whose arguments are not known
-        pass
-    if not is_usable:
+    if progress is not None and not callable(progress):
         raise InvalidInput(
             f"progress is {shorten(progress)}; it should be a function of a description, the items done and "
             "the items in all"

@@ -1,10 +1,9 @@
 """Files and directories that appear whole or not at all, and locks that keep two runs apart.
 
 There are two kinds of place. Next to a file of the user, a temporary name could be the user's too: there
-`whole_file` and `whole_directory` write into a new private directory; what a killed run leaves in one is
-removed by the next run for the same path. Inside a working directory that kvfold has claimed, every name is
-kvfold's: there `replace_text` and `save_whole` write `<name>.partial`, so that what a killed run leaves is
-replaced by the next one.
+`whole_file` writes into a new private directory. Inside a working directory that kvfold has claimed, every
+name is kvfold's: there `replace_text` and `save_whole` write `<name>.partial`, so that what a killed run
+leaves is replaced by the next one.
 
 No heavy import here: `--help` goes through this module.
 """
@@ -16,7 +15,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = ".kvfold-"  # of the private directories; only a kill leaves one behind
-_LOCK = f"{PREFIX}lock"  # in a private directory: held as long as the process lives that made it
 _held: dict[Path, "BaseFileLock"] = {}  # locks of this process by file
 _CHECKSUM = "kvfold_crc32"  # key of the metadata of safetensors files
 _ATTEMPTS = 5  # to get a lock whose file another process removes at the same time
@@ -57,22 +55,6 @@ def whole_file(file: Path, *, replace: bool = False) -> Iterator[Path]:
         sync_path(temporary)
         _check_free(file, replace)
         temporary.replace(file)
-
-
-@contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
-    """Write a directory that appears under its name when the block ends without an error.
-
-    Raises:
-        InvalidInput: `directory` exists, at the start or at the end.
-        OSError: the parent cannot be written.
-    """
-    _check_free(directory, replace=False)
-    with naming(directory), private_directory(directory) as place:
-        temporary = place / directory.name
-        temporary.mkdir()
-        yield temporary
-        rename_whole(temporary, directory)
 
 
 def check_makeable(path: Path) -> None:
@@ -181,7 +163,6 @@ def load_whole(file: Path) -> dict[str, "Tensor"] | None:
 
 
 def _checksum(file: Path, tensors: Mapping[str, "Tensor"]) -> int:
-    """Return the CRC-32 of a file's name and its tensors."""
     import torch
 
     found = zlib.crc32(file.name.encode())
@@ -221,66 +202,15 @@ def locked(file: Path, busy: str | None) -> Iterator[None]:
 def private_directory(path: Path) -> Iterator[Path]:
     """Make a directory next to a path that only this user can enter, and remove it at the end.
 
-    What killed runs left of the same path is removed first. The block makes nothing in it but an entry of the
-    path's name.
-
     Raises:
         OSError: the directory cannot be made.
     """
-    remove_left(path)
     try:
         made = TemporaryDirectory(dir=path.absolute().parent, prefix=PREFIX, ignore_cleanup_errors=True)
     except OSError as error:  # it names the private directory, which the user did not choose
         raise OSError(error.errno, error.strerror, str(path)) from None
-    with made as name, ExitStack() as held:
-        # Some file systems have no locks. Without one, nothing is left that counts as a killed run's.
-        with suppress(OSError, NotImplementedError, InvalidInput):
-            held.enter_context(locked(Path(name, _LOCK), "another process holds it"))
-        try:
-            yield Path(name)
-        finally:
-            _remove(Path(name, path.name))  # before the lock: a kill meanwhile leaves both
-
-
-def remove_left(path: Path) -> None:
-    """Remove what killed runs left of a path in private directories next to it.
-
-    A directory is only removed if it is this user's alone, and has the name of a private one, a lock that no
-    process holds, an entry of the path's name, and nothing else.
-
-    Example:
-        >>> remove_left(Path("folded"))
-    """
-    for place in sorted(path.absolute().parent.glob(f"{PREFIX}*")):
-        with suppress(OSError, NotImplementedError, InvalidInput):  # it is in use, or another run removes it
-            if not _is_left(place, path.name):
-                continue
-            with locked(place / _LOCK, "another process holds it"):
-                if _is_left(place, path.name):  # still: its process could have ended well meanwhile
-                    _remove(place / path.name)
-                    if not (place / path.name).exists():
-                        (place / _LOCK).unlink()
-            place.rmdir()
-
-
-def _remove(entry: Path) -> None:
-    """Remove a file, a link or a tree as far as the system allows; nothing happens where there is none."""
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            entry.unlink(missing_ok=True)
-
-
-def _is_left(place: Path, name: str) -> bool:
-    """Return whether a directory has what a run that was killed would leave in its private directory."""
-    about, user = place.lstat(), getattr(os, "getuid", lambda: None)()
-    # In a directory that others write to, one of theirs could become a link while it is removed.
-    if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) & 0o077 or about.st_uid != user:
-        return False
-    if {entry.name for entry in place.iterdir()} != {_LOCK, name}:
-        return False
-    return not (place / name).is_symlink()
+    with made as name:
+        yield Path(name)
 
 
 def release_held(directory: Path) -> None:

@@ -1,16 +1,11 @@
 """Local directories of models that the user names by a path, or by a Hub id with an optional `@revision`."""
 
-import os
 import re
 import socket
 from pathlib import Path
 
 from .errors import InvalidInput
-from .untrusted import printable, shorten
-
-# Of the name of an output: names are at most 255 bytes, and .kvfold-XXXXXXXX or .tower.partial is added.
-_NAME_BYTES = 232
-_PARTS = 256  # of a new path; Python makes its directories by recursion
+from .untrusted import printable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 # Everything that a checkpoint needs, without pickles; the card, for its licence; the code of remote outputs,
@@ -86,35 +81,6 @@ def check_name(path: Path) -> Path:
     return path
 
 
-def check_depth(path: Path, name: str) -> None:
-    """Check that the directories of a path can be made.
-
-    `name` says in the error what it is.
-
-    Raises:
-        InvalidInput: it is inside too many directories.
-    """
-    parts = len(path.absolute().parts)
-    if parts > _PARTS:
-        raise InvalidInput(f"{name} has {parts} parts; use one of at most {_PARTS}")
-
-
-def check_new_name(out: Path) -> None:
-    """Check the name of an output: in UTF-8, and with room for longer names next to it, such as NAME.partial.
-
-    Raises:
-        InvalidInput: it is not in UTF-8, too long, or in too many directories.
-    """
-    check_depth(out, "the output's path")
-    check_name(out.absolute())
-    size = len(os.fsencode(out.name))
-    if size > _NAME_BYTES:
-        raise InvalidInput(
-            f"the output's name {shorten(out.name)} has {size} bytes, and longer names are made next to it; "
-            f"use one of at most {_NAME_BYTES} bytes"
-        )
-
-
 def commit_of(directory: Path) -> str | None:
     """Return the commit that a directory of the Hub's cache holds; None for any other directory."""
     inside_cache = directory.parent.name == "snapshots" and directory.parent.parent.name.startswith(
@@ -124,31 +90,22 @@ def commit_of(directory: Path) -> str | None:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-    from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+    from huggingface_hub import errors, snapshot_download
 
+    refusals = {
+        errors.RepositoryNotFoundError: "is neither a directory nor a model on the Hub that you may read",
+        errors.RevisionNotFoundError: f"has no revision {revision}; name a branch, tag or commit of it",
+        errors.LocalEntryNotFoundError: "is not a directory here, not in the local Hub cache, and the Hub "
+        "cannot be reached; give a directory",
+    }
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED)).resolve()
-    except RepositoryNotFoundError:
-        raise InvalidInput(
-            f"{name} is neither a directory here nor a model on the Hub that you may read"
-        ) from None
-    except NoRevision:
-        raise InvalidInput(f"{name} has no revision {revision}; name a branch, tag or commit of it") from None
-    except LocalEntryNotFoundError:
-        raise InvalidInput(
-            f"{name} is not a directory here, not in the local Hub cache, and the Hub cannot be reached; "
-            f"give a directory"
-        ) from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
     except Exception as error:  # of a connection that breaks and of any answer, by several libraries
+        for kind, sentence in refusals.items():
+            if isinstance(error, kind):
+                raise InvalidInput(f"{name} {sentence}") from None
+        if isinstance(error, errors.HfHubHTTPError | errors.HFValidationError):
+            raise InvalidInput(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
         of_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
         of_machine = getattr(error, "errno", None) is not None and not of_network
         if of_machine or isinstance(error, _OF_CODE):

@@ -21,8 +21,8 @@ def as_list(value: object) -> object:
 
 def _as_place(value: object) -> object:
     """Return a path with the home directory for `~`. An empty text would be the current directory."""
-    if value == "":
-        raise ValueError("it should be a path, not an empty text")
+    if value == "" or "\0" in str(value):
+        raise ValueError("it should be a path, neither empty nor with a null character")
     return Path(os.path.expanduser(value)) if isinstance(value, str | Path) else value
 
 

@@ -2,13 +2,13 @@
 
 import difflib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from .errors import InvalidInput
@@ -76,10 +76,6 @@ class Settings(BaseModel):
         Raises:
             InvalidInput: names the field, its value and what would be right.
         """
-        for name, text in texts_of(values):
-            if "\0" in text:
-                place = f"{where}: {name}" if where else called(name)
-                raise InvalidInput(f"{place} is {shorten(text)}, which holds a null character; remove it")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -87,54 +83,13 @@ class Settings(BaseModel):
             sentence = sentence_of(error, {"": cls, **sections}, other_names, noun, called)
             raise InvalidInput(f"{where}: {sentence}" if where else sentence) from None
 
-    @classmethod
-    def take(cls, values: Mapping[str, Any], other_names: Mapping[str, str] = MappingProxyType({})) -> Self:
-        """Return checked settings from values of Python, which has numbers and no texts in their place.
-
-        Pydantic converts texts, as YAML's `1e-4` needs it; types that read a text, such as `8k`, take it.
-
-        Raises:
-            InvalidInput: as `read`.
-        """
-        cls.refuse_texts(values)
-        return cls.read(values, other_names)
-
-    @classmethod
-    def refuse_texts(cls, values: Mapping[str, Any]) -> None:
-        """Refuse texts in place of numbers.
-
-        Raises:
-            InvalidInput: names the field and its value.
-        """
-        for name in values.keys() & cls.model_fields.keys():
-            field = cls.model_fields[name]
-            parts = [*_parts(field.annotation), *field.metadata]
-            reads = str in parts or any(isinstance(part, BeforeValidator) for part in parts)
-            if isinstance(values[name], str) and not reads and (int in parts or float in parts):
-                reason = _KINDS["int" if int in parts else "float"]
-                raise InvalidInput(f"{name} is {shorten(values[name])}; {reason}, not a text")
-
     def part(self, kind: type[T]) -> T:
         """Return the fields of one of the classes that these settings derive from."""
         return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
 
 
 def _parts(kind: object) -> list[object]:
-    """Return a type and all that it is made of."""
     return [kind, *(part for argument in get_args(kind) for part in _parts(argument))]
-
-
-def texts_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield all texts and paths among values at any depth, each with the name of its field."""
-    waiting = [(str(name), value) for name, value in values.items()]
-    while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, str | Path):
-            yield name, str(value)
-        elif isinstance(value, Mapping):
-            waiting += [(f"{name}.{key}", inner) for key, inner in value.items()]
-        elif isinstance(value, list | tuple):
-            waiting += [(name, inner) for inner in value]
 
 
 def names_of(settings: type[Settings]) -> list[str]:
@@ -168,7 +123,9 @@ def suggest(
     match = difflib.get_close_matches(name, names, n=1)
     if match:
         return f"did you mean {names[match[0]]!r}?"
-    return f"it belongs in {' or '.join(belongs_in)}" if belongs_in else f"known: {', '.join(known)}"
+    return (
+        f"it belongs in {' or '.join(belongs_in)}" if belongs_in else f"known: {', '.join(known) or 'none'}"
+    )
 
 
 # By the kind of value that pydantic names in the type of an error, such as `float_parsing` and `float_type`.

@@ -218,7 +218,6 @@ def _yaml_loader() -> Any:
 
 
 def _check_depth(text: str, name: str) -> None:
-    """Refuse YAML that nests too deeply, before any value is built."""
     import yaml
 
     depth = 0

@@ -125,7 +125,7 @@ def migrate(
 
     given = {"model": text_of(source, "source"), "to": to, "until": until, "out": path_of(out, "out")}
     with calling(progress) as heard:
-        asked = read_request(MigrationOptions.take({**given, **options}))
+        asked = read_request(MigrationOptions.read({**given, **options}))
         try:
             report = carry_out(asked)
         except Unmet as failure:  # of a check on the way; a bound that no step holds is no error

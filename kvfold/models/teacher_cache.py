@@ -31,7 +31,6 @@ from ..checkpoints.shards import is_finite
 from ..core.disk import DiskError, disk_sentence, naming
 from ..core.errors import InvalidInput
 from ..core.files import load_whole, locked, replace_text, save_whole
-from ..core.hub import check_depth
 from ..core.units import show_bytes
 from ..core.untrusted import printable, read_json, shorten
 from .head import HeadForm, head_form
@@ -103,7 +102,6 @@ class TeacherCache:
     """
 
     def __init__(self, directory: Path, option: str, identity: Mapping[str, Any]) -> None:
-        check_depth(directory, f"the path of {option}")
         self.directory = directory
         self._option, self._name = option, f"{option} {directory}"
         self._identity = dict(identity)

@@ -36,7 +36,7 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
 
     from ..checkpoints.card import FILE as CARD
     from ..checkpoints.eval_json import FILE as EVALUATION
-    from ..checkpoints.eval_json import read_summary
+    from ..checkpoints.eval_json import measured_by
     from ..checkpoints.identity import hashes_of, identity
     from ..checkpoints.other_forms import without_config
     from ..checkpoints.record import FILE as RECORD
@@ -65,10 +65,10 @@ def prepare(directory: Path, repository: str, private: bool = False) -> Publicat
         )
     hashes = hashes_of(directory)
     further = other_weights(directory, hashes)
-    evaluation = read_summary(directory)
+    evaluation = measured_by(directory)
     place, out = shlex.quote(str(directory)), shlex.quote(str(directory / EVALUATION))
     measure = f"kvfold eval {place} --text FILE --out {out}"
-    if further and evaluation is not None and evaluation.identity != identity(hashes):
+    if further and evaluation is not None and evaluation.checkpoint.identity != identity(hashes):
         raise InvalidInput(
             f"{directory / EVALUATION} was measured on other weights than {directory} has now; remove it, "
             f"and measure again: {measure}"

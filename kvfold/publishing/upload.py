@@ -1,4 +1,4 @@
-"""Upload of a publication to the Hub by huggingface_hub's `upload_folder`: all files in one commit.
+"""Upload of a publication to the Hub by huggingface_hub's `create_commit`: all files in one commit.
 
 The server keeps large files before a commit refers to them. The same command therefore resumes an interrupted
 upload, and the repository never holds half a checkpoint.
@@ -10,13 +10,10 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..core.console import is_terminal
 from ..core.errors import InvalidInput
-from ..core.files import link_or_copy
 from ..core.hub import plain_reason
 from .parcel import WEIGHTS, Publication
 
@@ -38,13 +35,13 @@ def publish(publication: Publication) -> tuple[str, tuple[str, ...]]:
         InvalidInput: there is no token, it may not write there, the repository holds another model, or the
             Hub cannot be reached or fails.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils import disable_progress_bars
 
     api, repository = HfApi(), publication.repository
     if not is_terminal(sys.stderr):
         disable_progress_bars()  # they would print many lines
-    with _failures(publication), TemporaryDirectory(prefix="kvfold-") as place:
+    with _failures(publication):
         api.whoami()
         api.create_repo(repository, private=publication.private or None, exist_ok=True)
         info = api.model_info(repository)
@@ -54,19 +51,15 @@ def publish(publication: Publication) -> tuple[str, tuple[str, ...]]:
             _check_text(api, publication)
         removed = tuple(sorted(name for name in there - publication.sizes.keys() if WEIGHTS.fullmatch(name)))
         written = {**publication.contents, "README.md": publication.card.encode()}
-        for name in publication.sizes:
-            file = Path(place, name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if name in written:
-                file.write_bytes(written[name])
-            else:
-                link_or_copy(publication.directory.resolve() / name, file, symbolic=True)
-        commit = api.upload_folder(
-            repo_id=repository,
-            folder_path=place,
+        files = ((name, written.get(name, publication.directory / name)) for name in publication.sizes)
+        commit = api.create_commit(
+            repository,
+            [
+                *(CommitOperationAdd(name, content) for name, content in files),
+                *map(CommitOperationDelete, removed),
+            ],
             commit_message=f"Publish {publication.directory.resolve().name} with kvfold",
             parent_commit=info.sha,
-            delete_patterns=list(removed) or None,
         )
     return str(commit.oid), removed
 
@@ -121,15 +114,14 @@ def _failures(publication: Publication) -> Iterator[None]:
         ) from None
     except OfflineModeIsEnabled:
         raise InvalidInput("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it") from None
-    except HTTPError as error:
-        raise InvalidInput(_sentence(publication.repository, error)) from None
     except ValueError as error:  # an error about a single file, such as an exceeded quota
         raise InvalidInput(f"the Hub refuses the upload: {plain_reason(error)}") from None
-    except (RuntimeError, ConnectionError, TimeoutError, PermissionError) as error:
+    except (HTTPError, RuntimeError, ConnectionError, TimeoutError, PermissionError) as error:
         if getattr(error, "filename", None) is not None:
             raise  # an error of a local file
         # The library's threads pass on their errors as these, and hf_xet raises all its errors as these.
-        raise InvalidInput(_sentence(publication.repository, error.__cause__ or error)) from None
+        told = error if isinstance(error, HTTPError) else error.__cause__ or error
+        raise InvalidInput(_sentence(publication.repository, told)) from None
 
 
 def _sentence(repository: str, error: BaseException) -> str:

@@ -18,10 +18,10 @@ from ..checkpoints.record import SCHEMA, describe, is_folded, read_record, write
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..convert.families.recognition import is_multimodal
 from ..core.console import progress
-from ..core.disk import naming
 from ..core.errors import InvalidInput
-from ..core.files import check_makeable, whole_directory, write_json
+from ..core.files import check_makeable, write_json
 from ..core.version import __version__
+from ..core.work import whole_directory
 from ..models.code_files import config_for_copy
 from ..models.remote_code import carries_own_code, ship
 from .chosen_weights import LATENT, RoundedWeights, choose_weights
@@ -150,8 +150,7 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
     source = plan.checkpoint.directory
     record = _record(plan)
     check_makeable(plan.out)
-    plan.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with naming(plan.out), whole_directory(plan.out) as place:
+    with whole_directory(plan.out, "quantisation") as place:
         with ShardWriter(place, plan.specs, shard_size) as writer:
             rounded = set(plan.chosen.rounded)
             for name in progress(plan.checkpoint, "quantize", len(plan.checkpoint)):

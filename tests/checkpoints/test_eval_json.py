@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.checkpoints.eval_json import BLOCKS, HEAD, read_report, read_summary
+from kvfold.checkpoints.eval_json import BLOCKS, HEAD, measured_by, read_report
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.result import Result
 
@@ -56,20 +56,6 @@ def test_a_stored_report_shows_itself_as_a_table() -> None:
     assert rows["perplexity"] == [f"{perplexity:.4g}" for perplexity in models]
 
 
-def test_a_report_has_a_summary(tmp_path: Path) -> None:
-    written(tmp_path, stored())
-    second = read_summary(tmp_path)
-    suites = stored()["suites"]
-    assert second is not None
-    assert second.parent is not None
-    assert second.fidelity is not None
-    assert second.parent.perplexity == suites["ppl"]["parent"]["perplexity"]
-    assert second.student.dtype == suites["ppl"]["student"]["dtype"]
-    assert second.fidelity.same_top1.mean == suites["fidelity"]["same_top1"]["mean"]
-    assert second.recovered_share.value == suites["ppl"]["recovered_share"]["value"]
-    assert (second.parent.path, second.student.path) == ("/gone/parent", "/gone/student")
-
-
 def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
     unknown = {"count": {"student": 3}}
     suites = {"cache": stored()["suites"]["cache"], "fidelity": None, "weights": unknown}
@@ -78,7 +64,7 @@ def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
     assert report.suites["weights"] == unknown
     assert report.fidelity is None
     assert report.cache.student.elements_per_token == suites["cache"]["student"]["elements_per_token"]
-    assert read_summary(tmp_path) is None, "there is no perplexity to summarise"
+    assert measured_by(tmp_path) is None, "there is no perplexity"
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,17 @@ OPTIONS = [
 DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (remove("config.json"), MLA, "has no config.json"),
     (lambda source: (source / "config.json").write_text("{"), MLA, "config.json is not JSON"),
-    (bytes_as(lambda content: content[:-100]), MLA, "is truncated: its header describes"),
-    (bytes_as(lambda content: content + bytes(10)), MLA, "is damaged: its header describes"),
+    (bytes_as(lambda content: content[:-100]), MLA, "is truncated, damaged or no safetensors file (Error"),
+    (
+        bytes_as(lambda content: content + bytes(10)),
+        MLA,
+        "is truncated, damaged or no safetensors file (Error",
+    ),
     (bytes_as(lambda _: POINTER), MLA, "model.safetensors is a pointer of Git LFS, not the weights"),
     (
         bytes_as(lambda content: struct.pack("<Q", 20) + b"{ this is no header }" + content),
         MLA,
-        "the header of",
+        "is truncated, damaged or no safetensors file (Error",
     ),
     (pickle_only, MLA, "save_pretrained("),
     (remove("model.safetensors"), MLA, "has no safetensors weights"),
@@ -172,7 +176,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (config_with(**MISTRAL, max_position_embeddings=8192), STOCK, "sliding_window 4096 is shorter"),
     (config_with(text_config={}), MLA, "cannot be loaded"),
     (config_with(architectures=["LlamaForSequenceClassification"]), MLA, "folds causal language models"),
-    (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a Llama checkpoint has"),
+    (drop("model.norm.weight"), MLA, "has no model.norm.weight, which a LlamaForCausalLM has"),
     (drop("model.norm.weight"), MLA, "others, e.g. model."),
     (
         tensors_as(
@@ -183,7 +187,7 @@ DAMAGES: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     ),
     (drop("lm_head.weight"), ("--to", "mqa", "--calibration", "none"), "has no lm_head.weight"),
     (config_with(num_key_value_heads="four"), MLA, "has num_key_value_heads 'four'"),
-    (config_with(rope_parameters="yarn"), MLA, "where an object is needed"),
+    (config_with(rope_parameters="yarn"), MLA, "cannot read config.json"),
     (
         config_with(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": None}),
         MLA,
@@ -287,9 +291,8 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         (tmp_path / "taken", "exists and nothing is overwritten"),
         (
             tmp_path / ("n" * 250),
-            "has 250 bytes, and longer names are made next to it; use one of at most 232",
+            "File name too long",
         ),
-        (tmp_path / "/".join("a" * 1000), "parts; use one of at most 256"),
         (tmp_path / "file" / "out", "is not a directory"),
         (source / "inner", "is inside the source"),
         (Path("/proc/out"), "cannot write /proc/out"),

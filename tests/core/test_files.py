@@ -18,11 +18,9 @@ from kvfold.core.errors import InvalidInput
 from kvfold.core.files import (
     check_makeable,
     locked,
-    remove_left,
     rename_whole,
     replace_text,
     save_whole,
-    whole_directory,
     whole_file,
     write_whole,
 )
@@ -100,21 +98,6 @@ def test_nothing_is_overwritten_unless_asked(tmp_path: Path) -> None:
     assert (file.is_symlink(), file.read_text(), elsewhere.read_text()) == (False, "report", "mine")
 
 
-def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
-    with whole_directory(tmp_path / "pictures") as temporary:
-        (temporary / "one.png").write_text("1")
-        assert not (tmp_path / "pictures").exists()
-    assert [path.name for path in tmp_path.rglob("*")] == ["pictures", "one.png"]
-    with (
-        pytest.raises(InvalidInput, match="pictures exists"),
-        whole_directory(tmp_path / "pictures") as temporary,
-    ):
-        pytest.fail("went on")
-    with pytest.raises(InvalidInput, match="exists"), whole_directory(tmp_path / "more") as temporary:
-        (tmp_path / "more").mkdir()  # empty: a plain rename would replace it
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "pictures"]
-
-
 def test_every_level_of_a_finished_directory_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,62 +159,6 @@ def test_a_lock_is_held_by_one_process_and_ends_with_it(tmp_path: Path) -> None:
     with locked(file, "busy"):
         file.unlink()
     assert not file.exists()
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from kvfold.core.files import whole_directory
-with whole_directory(Path(sys.argv[1])) as place:
-    (place / "half").write_text("written")
-    print("written", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_what_a_killed_run_left_is_removed_by_the_next_one_for_the_same_path(tmp_path: Path) -> None:
-    """Neither while that run lives, nor for another path."""
-    out, other = tmp_path / "out", tmp_path / "other"
-
-    def private() -> list[str]:
-        return sorted(str(file.relative_to(tmp_path)) for file in tmp_path.glob(".kvfold-*/*/half"))
-
-    command = [sys.executable, "-c", WRITER, str(out)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"written\n"
-        remove_left(out)
-        assert len(private()) == 1, "its process lives"
-        writer.kill()
-        writer.wait()
-    write_whole(other, "")
-    assert len(private()) == 1, "another path"
-    with whole_directory(out):
-        assert private() == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
-
-
-@pytest.mark.parametrize(
-    "change", ["a file more", "no lock", "a lock with content", "a link", "rights of all", "another user"]
-)
-def test_what_a_killed_run_cannot_have_left_stays(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / ".kvfold-mine"
-    (place / "out").mkdir(parents=True, mode=0o700)
-    (place / "out" / "thesis").write_text("years of work")
-    place.chmod(0o755 if change == "rights of all" else 0o700)
-    if change != "no lock":
-        (place / ".kvfold-lock").write_text("mine" if change == "a lock with content" else "")
-    if change == "a file more":
-        (place / "more").write_text("")
-    if change == "a link":
-        place.rename(tmp_path / "elsewhere")
-        place.symlink_to(tmp_path / "elsewhere")
-    if change == "another user":
-        monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
-    remove_left(tmp_path / "out")
-    assert (place / "out" / "thesis").read_text() == "years of work"
 
 
 def test_a_file_of_the_user_is_not_taken_for_a_lock(tmp_path: Path) -> None:

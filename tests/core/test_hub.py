@@ -155,7 +155,7 @@ def test_a_model_is_downloaded_by_its_id(tmp_path: Path, endpoint: str) -> None:
         (("org/tiny@v9", *MQA), "org/tiny has no revision v9"),
         (
             ("org/absent", *MQA),
-            "org/absent is neither a directory here nor a model on the Hub that you may read",
+            "org/absent is neither a directory nor a model on the Hub that you may read",
         ),
     ):
         refused = kvfold(*arguments, cwd=tmp_path, **online)

@@ -21,6 +21,7 @@ from kvfold.core.work import (
     joined,
     remove_own,
     strangers,
+    whole_directory,
 )
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="rights and links")
@@ -211,14 +212,19 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         pytest.fail("taken")
 
 
-def test_a_directory_that_is_exchanged_gets_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "out.partial"
-    with claimed(path, "test", keeps=lambda work: True) as work:
-        work.begin({})
-        path.rename(tmp_path / "elsewhere")
-        path.mkdir()
-        with pytest.raises(InvalidInput, match="was moved or replaced while it was written"):
-            work.add({"a": 1})
+def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "made", "test") as place:
+        (place / "config.json").write_text("1")
+        assert not (tmp_path / "made").exists()
+    assert content(tmp_path) == {"made": None, "made/config.json": b"1"}
+    with pytest.raises(InvalidInput, match="exists"), whole_directory(tmp_path / "more", "test") as place:
+        (tmp_path / "more").mkdir()  # empty: a plain rename would replace it
+    with suppress(Killed), whole_directory(tmp_path / "next", "test") as place:
+        (place / "config.json").write_text("half")
+        raise Killed
+    with whole_directory(tmp_path / "next", "test") as place:
+        assert not list(place.iterdir()), "what a killed run left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "more", "next"]
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
 
 def test_python_takes_memory_as_a_text() -> None:
     given = {"model": "fold", "text": "stdlib", "device_map": "auto", "cpu_memory": "90KB"}
-    request = EvalRequest.take(given)
+    request = EvalRequest.read(given)
     assert request.options.cpu_memory == 90_000
 
 
@@ -233,4 +233,4 @@ def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InvalidInput, match="--device-map auto uses all devices in one process; start kvfold without a"
     ):
-        EvalRequest.take({"model": "fold", "text": "stdlib", "device_map": "auto"})
+        EvalRequest.read({"model": "fold", "text": "stdlib", "device_map": "auto"})

@@ -90,8 +90,8 @@ def test_every_line_of_the_table_is_explained(mha: Path, other: Path, text: Text
     options = Options(device="cpu", window=32, cache_dtype="int8")
     settings = {"memory": 10**9}
     found = [
-        evaluate(mha, other, text, options, other, settings=SuiteSettings.take(settings)),
-        evaluate(mha, other, text, OPTIONS, settings=SuiteSettings.take(settings)),
+        evaluate(mha, other, text, options, other, settings=SuiteSettings.read(settings)),
+        evaluate(mha, other, text, OPTIONS, settings=SuiteSettings.read(settings)),
     ]
     lines = {row[0].strip() for result in found for row in result.rows}
     assert {line for line in lines if not any(re.fullmatch(label, line) for label in known)} == set()

@@ -43,8 +43,6 @@ def operation(event: str, arguments: Sequence[Any], place: Path) -> str | None:
     opened = arguments[position] if position is not None and len(arguments) > position else None
     if isinstance(opened, int) and opened >= 0:
         name = os.path.join(os.readlink(f"/proc/self/fd/{opened}"), name)
-    elif os.path.basename(name) == name and event == "open":
-        return f"open {name}"  # in a directory that is held, of which Python does not tell
     path = os.path.abspath(name)
     if not path.startswith(f"{place}/") or (event == "os.remove" and not os.path.lexists(path)):
         return None
@@ -118,14 +116,14 @@ def run_to_the_end(
 def bits(place: Path) -> dict[str, str]:
     """Return a hash of every file of a directory, apart from speeds and memory that files hold.
 
-    Private directories are left out: a kill may leave them, empty but for a lock.
+    Private directories are left out, which a kill may leave.
     """
     found = {}
     for path in sorted(place.rglob("*")):
         name = str(path.relative_to(place))
         if path.is_symlink():
             found[name] = f"link to {os.readlink(path)}"
-        elif path.is_file() and path.name != ".kvfold-lock":
+        elif path.is_file() and ".kvfold-" not in name:
             content = path.read_bytes()
             if path.suffix in {".json", ".jsonl"}:
                 content = _SPEED.sub(b"", content)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import InvalidInput
-from ...core.untrusted import parse_json, shorten
+from ...core.untrusted import parse_json
 from .bit_fields import nibbles
 from .packed_tensor import PackedTensor, Parts, StoredTensors
 
@@ -40,12 +40,6 @@ def find_bitsandbytes(stored: StoredTensors, config: Mapping[str, Any]) -> dict[
             found[name] = _four_bits(stored, name, stored.require(state, name, (), (torch.uint8,)))
         elif spec.dtype == torch.int8:
             found[name] = _eight_bits(stored, name)
-    for module in stored.ending(".SCB"):
-        if f"{module}.weight" not in found:
-            stored.refuse_alone(f"{module}.SCB", f"{module}.weight")
-    for name, state in states.items():
-        if name not in found:
-            stored.require(name, state, (), (torch.uint8,))
     return found
 
 
@@ -60,9 +54,7 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedTensor:
         numbers *= (found["scale"][chunk].to(torch.float32) / _FULL)[:, None]
         return numbers
 
-    return PackedTensor(
-        shape=(rows, columns), parts={"weight": name, "scale": scale}, unpack=unpack, scales=("scale",)
-    )
+    return PackedTensor(shape=(rows, columns), parts={"weight": name, "scale": scale}, unpack=unpack)
 
 
 def _four_bits(stored: StoredTensors, name: str, state_name: str) -> PackedTensor:
@@ -78,12 +70,10 @@ def _four_bits(stored: StoredTensors, name: str, state_name: str) -> PackedTenso
         scale, name, [(blocks,)], (torch.uint8,) if nested else (torch.float32, torch.bfloat16, torch.float16)
     )
     parts["values"] = stored.require(values, name, [(16,)], (torch.float32,))
-    scales = ["scale", "values"]
     if nested:
         outer = -(-blocks // int(nested))
         parts["outer"] = stored.require(f"{name}.nested_absmax", name, [(outer,)], (torch.float32,))
         parts["table"] = stored.require(f"{name}.nested_quant_map", name, [(256,)], (torch.float32,))
-        scales = ["values", "outer", "table"]
 
     def unpack(found: Parts, first: int, count: int) -> Tensor:
         start, end = first * shape[1], (first + count) * shape[1]
@@ -98,47 +88,25 @@ def _four_bits(stored: StoredTensors, name: str, state_name: str) -> PackedTenso
         numbers *= scale.to(torch.float32).repeat_interleave(block)[offset : offset + len(numbers)]
         return torch.reshape(numbers, (-1, shape[1]))
 
-    return PackedTensor(
-        shape=shape,
-        parts=parts,
-        unpack=unpack,
-        step=2 if shape[1] % 2 else 1,
-        scales=tuple(scales),
-    )
+    return PackedTensor(shape=shape, parts=parts, unpack=unpack, step=2 if shape[1] % 2 else 1)
 
 
 def _state(stored: StoredTensors, name: str) -> dict[str, Any]:
     """Return a weight's quantisation state, which is stored as JSON in bytes."""
     where = f"{name} of {stored.directory}"
-    stored.shape(name, 1)
-    if stored.specs[name].nbytes > _STATE_BYTES:
-        raise InvalidInput(f"{where} has {stored.specs[name].nbytes} bytes, more than a quantisation state")
-    content = bytes(stored.read(name).tolist())
+    content = bytes(stored.read(name).flatten()[:_STATE_BYTES].tolist())
     try:
         state: dict[str, Any] = parse_json(content, where, _STATE_BYTES)
-    except InvalidInput:
+        rows, columns = state["shape"]
+        nested = state.get("nested_blocksize")
+        float(state["nested_offset"] if nested else 0)
+        sizes = (rows, columns, state["blocksize"], nested or 1)
+        is_state = all(type(size) is int and 0 < size < 2**40 for size in sizes)
+    except (InvalidInput, LookupError, TypeError, ValueError):
+        is_state = False
+    if not is_state:
         raise InvalidInput(
-            f"{where} is no quantisation state, which is a JSON object in bytes; download or save it again"
-        ) from None
-    shape, nested = state.get("shape"), state.get("nested_blocksize")
-    sizes = [state.get("blocksize"), *(shape if isinstance(shape, list) else [None])]
-    sizes += [] if nested is None else [nested]
-    if len(sizes) < 3 or not isinstance(shape, list) or len(shape) != 2 or not all(map(_is_size, sizes)):
-        raise InvalidInput(
-            f"{where} states shape {shorten(shape)} and blocksize {shorten(state.get('blocksize'))}, where "
-            "positive numbers are needed; download or save it again"
-        )
-    if nested is not None and not math.isfinite(_number(state.get("nested_offset"))):
-        raise InvalidInput(
-            f"{where} states nested_offset {shorten(state.get('nested_offset'))}, where a number is needed; "
-            "download or save it again"
+            f"{where} is no quantisation state, which is a JSON object in bytes with the shape and the "
+            "blocksize of a weight; download or save it again"
         )
     return state
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**40
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan

@@ -16,8 +16,8 @@ from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
 from ..shards import TensorSpec
 from .bit_fields import WIDTHS, WORD, fields, fp4
-from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, StoredTensors, as_scale
-from .scaled_numbers import scaled
+from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
+from .scaled_numbers import scale_shapes, scaled
 
 FORMATS = (
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
@@ -43,14 +43,10 @@ def find_compressed(stored: StoredTensors, config: Mapping[str, Any]) -> dict[st
     for name, spec in stored.specs.items():
         if name.endswith(".weight") and spec.dtype in (*FP8, torch.int8):
             found[name] = _bytes(stored, name, groups)
-    for module in stored.ending(".weight_scale"):
-        if f"{module}.weight" not in found:
-            stored.refuse_alone(f"{module}.weight_scale", f"{module}.weight")
     return found
 
 
 def _groups(stored: StoredTensors, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return how the config groups quantise weights."""
     if config.get("transform_config"):
         raise InvalidInput(
             f"{stored.directory} has a transform_config: its weights are rotated, and kvfold reads "
@@ -78,7 +74,6 @@ def _grid(group: Mapping[str, Any], rows: int, columns: int) -> tuple[int, int]:
 
 
 def _all_have(groups: list[Mapping[str, Any]], field: str, value: Any) -> bool:
-    """Return whether a field has a value in every group that a weight may be of."""
     return bool(groups) and all(group.get(field) == value for group in groups)
 
 
@@ -95,14 +90,8 @@ def _fitting(
     return groups[0]
 
 
-def _has_grid(scale: tuple[int, ...], shape: tuple[int, ...], group: Mapping[str, Any]) -> bool:
-    """Return whether scales of a shape are those of a weight that a group quantises."""
-    rows, columns = shape[-2:]
-    grid = _grid(group, rows, columns)
-    counts = (*shape[:-2], -(-rows // grid[0]), -(-columns // grid[1]))
-    if scale in {counts, counts[:-1] if counts[-1] == 1 else counts}:
-        return True
-    return counts[-2:] == (1, 1) and len(scale) < 2
+def _has_grid(scale: Shape, shape: Shape, group: Mapping[str, Any]) -> bool:
+    return scale in scale_shapes(shape, _grid(group, *shape[-2:]))
 
 
 def fitting_groups(
@@ -134,20 +123,9 @@ def fitting_groups(
 def _bytes(stored: StoredTensors, name: str, groups: list[Mapping[str, Any]]) -> PackedTensor:
     shape = stored.specs[name].shape
     scale, zero = f"{name}_scale", f"{name}_zero_point"
-    if len(shape) < 2:
-        stored.shape(name, 2)
     group = _fitting(stored, name, scale, shape, groups)
-    bits = group.get("num_bits", 8)
-    low = -(2 ** (bits - 1)) if 0 < bits <= 8 else -128
     biased = zero in stored.specs or _all_have(groups, "symmetric", False)
-    return scaled(
-        stored,
-        name,
-        scale,
-        _grid(group, *shape[-2:]),
-        zero=zero if biased else None,
-        zero_range=(low, -low),
-    )
+    return scaled(stored, name, scale, _grid(group, *shape[-2:]), zero=zero if biased else None)
 
 
 def _packed(stored: StoredTensors, module: str, groups: list[Mapping[str, Any]]) -> PackedTensor:
@@ -174,13 +152,11 @@ def _packed(stored: StoredTensors, module: str, groups: list[Mapping[str, Any]])
     parts = {"packed": packed, "scale": f"{name}_scale"}
     scalar = [(1,), (1, 1), ()] if group.get("strategy") == "tensor" else []
     stored.require(parts["scale"], name, [counts, *scalar], FLOATS)
-    ranges = {}
     if f"{name}_zero_point" in stored.specs or _all_have(same, "symmetric", False):
         zeros = (-(-rows // step), counts[1])
         parts["zero"] = stored.require(f"{name}_zero_point", name, [zeros], (torch.int32,))
     if f"{name}_g_idx" in stored.specs or (_all_have(same, "actorder", "group") and counts[1] > 1):
         parts["g_idx"] = stored.require(f"{name}_g_idx", name, [(shape[1],)], (torch.int32, torch.int64))
-        ranges["g_idx"] = (0, counts[1])
 
     def unpack(found: Parts, first: int, count: int) -> Tensor:
         chunk = slice(first, first + count)
@@ -190,12 +166,14 @@ def _packed(stored: StoredTensors, module: str, groups: list[Mapping[str, Any]])
         if "zero" in found:
             rows_of_words = found["zero"][first // step : -(-(first + count) // step)]
             zero = fields(rows_of_words, bits, 0)[:count].to(torch.float32)
-        of_column = found["g_idx"].long() if "g_idx" in found else torch.arange(shape[1]) // width
+        of_column = torch.arange(shape[1]) // width
+        if "g_idx" in found:
+            of_column = stored.group_of_columns(parts["g_idx"], found["g_idx"], counts[1])
         numbers -= zero.expand(-1, counts[1])[:, of_column]
         numbers *= scale[:, of_column]
         return numbers
 
-    return PackedTensor(shape=shape, parts=parts, unpack=unpack, step=step, scales=("scale",), ranges=ranges)
+    return PackedTensor(shape=shape, parts=parts, unpack=unpack, step=step)
 
 
 def fp4_weight(stored: StoredTensors, name: str, packed: str, whole: str, *, divides: bool) -> PackedTensor:
@@ -230,4 +208,4 @@ def fp4_weight(stored: StoredTensors, name: str, packed: str, whole: str, *, div
         numbers *= scale.repeat_interleave(width, 1)[:, :columns]
         return numbers
 
-    return PackedTensor(shape=(rows, columns), parts=parts, unpack=unpack, scales=tuple(parts)[1:])
+    return PackedTensor(shape=(rows, columns), parts=parts, unpack=unpack)

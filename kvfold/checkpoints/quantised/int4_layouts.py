@@ -58,7 +58,6 @@ def find_gptq(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pac
     found = {}
     for module in stored.ending(".qweight"):
         found[f"{module}.weight"] = _gptq(stored, module, bits, offset, config)
-    _check_orphans(stored, found)
     return found
 
 
@@ -84,13 +83,12 @@ def _gptq(
         numbers_IO = fields(found["packed"][:, chunk], bits, 0)
         words = slice(first // step, -(-(first + count) // step))
         zeros_GO = (fields(found["zero"][:, words], bits, 1)[:, :count] + offset) & (2**bits - 1)
-        of_input = found["g_idx"].long() if "g_idx" in found else torch.arange(inputs) // size
+        of_input = torch.arange(inputs) // size
+        if "g_idx" in found:
+            of_input = stored.group_of_columns(parts["g_idx"], found["g_idx"], groups)
         return _scaled_transposed(numbers_IO, zeros_GO, found["scale"][:, chunk], of_input)
 
-    ranges = {"g_idx": (0, groups)} if "g_idx" in parts else {}
-    return PackedTensor(
-        shape=(outputs, inputs), parts=parts, unpack=unpack, step=step, scales=("scale",), ranges=ranges
-    )
+    return PackedTensor(shape=(outputs, inputs), parts=parts, unpack=unpack, step=step)
 
 
 def find_awq(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, PackedTensor]:
@@ -106,7 +104,6 @@ def find_awq(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pack
     found = {}
     for module in stored.ending(".qweight"):
         found[f"{module}.weight"] = _awq(stored, module, bits, config)
-    _check_orphans(stored, found)
     return found
 
 
@@ -131,7 +128,7 @@ def _awq(stored: StoredTensors, module: str, bits: int, config: Mapping[str, Any
         of_input = torch.arange(inputs) // size
         return _scaled_transposed(numbers_IO, zeros_GO, found["scale"][:, chunk], of_input)
 
-    return PackedTensor(shape=(outputs, inputs), parts=parts, unpack=unpack, step=step, scales=("scale",))
+    return PackedTensor(shape=(outputs, inputs), parts=parts, unpack=unpack, step=step)
 
 
 def _in_order(packed_XO: Tensor) -> Tensor:
@@ -144,11 +141,3 @@ def _scaled_transposed(numbers_IO: Tensor, zeros_GO: Tensor, scale_GO: Tensor, g
     weight_IO = (numbers_IO - zeros_GO[group_I]).to(torch.float32)
     weight_IO *= scale_GO.to(torch.float32)[group_I]
     return torch.transpose(weight_IO, 0, 1)
-
-
-def _check_orphans(stored: StoredTensors, found: Mapping[str, PackedTensor]) -> None:
-    """Refuse scales or zeros whose packed weight is missing."""
-    for end in (".scales", ".qzeros"):
-        for module in stored.ending(end):
-            if f"{module}.weight" not in found:
-                stored.require(f"{module}.qweight", f"{module}.weight", (), (torch.int32,))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import InvalidInput
 from .bit_fields import fp4
 from .packed_tensor import POWERS, PackedTensor, Parts, StoredTensors, as_scale
 
@@ -25,8 +24,6 @@ def find_mxfp4(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pa
         InvalidInput: blocks or scales are missing or misshapen.
     """
     found: dict[str, PackedTensor] = {}
-    for name in stored.ending("_scales"):
-        stored.require(f"{name}_blocks", name, (), (torch.uint8,))
     for name in stored.ending("_blocks"):
         blocks = f"{name}_blocks"
         shape = stored.shape(blocks, 4)
@@ -37,14 +34,7 @@ def find_mxfp4(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pa
             shape=(experts, groups * 2 * _BYTES, rows),
             parts={"blocks": blocks, "scale": scales},
             unpack=_unpack,
-            scales=("scale",),
         )
-    for name, spec in stored.specs.items():
-        if spec.dtype == torch.uint8 and not name.endswith(("_blocks", "_scales")):
-            raise InvalidInput(
-                f"{name} of {stored.directory} holds bytes, but an MXFP4 weight is stored as _blocks and "
-                "_scales; download or save it again"
-            )
     return found
 
 

@@ -41,9 +41,6 @@ def find_modelopt(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str,
     for name, spec in stored.specs.items():
         if name.endswith(".weight") and spec.dtype == torch.uint8:
             found[name] = fp4_weight(stored, name, name, f"{name}_scale_2", divides=False)
-    for module in stored.ending(".weight_scale_2"):
-        if f"{module}.weight" not in found:
-            stored.refuse_alone(f"{module}.weight_scale_2", f"{module}.weight")
     fp8 = {
         name: spec for name, spec in stored.specs.items() if spec.dtype not in FP8 or name.endswith(".weight")
     }

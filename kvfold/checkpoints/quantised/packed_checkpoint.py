@@ -15,7 +15,7 @@ from ...core.system_calls import trim_memory
 from ...core.untrusted import read_json
 from ..directory import PIECE, Checkpoint, read_config
 from ..shards import DTYPES, ShardWriter, TensorSpec, is_finite
-from .packed_tensor import PackedTensor, StoredTensors, as_scale, module_of
+from .packed_tensor import PackedTensor, StoredTensors, module_of
 from .schemes import MODELOPT_FILE, SCHEMES, quantization_of
 from .unconverted import OutputModules
 
@@ -29,7 +29,6 @@ _CACHE = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 # Families without biases, for whose modules AutoGPTQ nevertheless stores biases of zero.
 _UNBIASED = ("llama", "mistral", "mixtral", "gemma", "gemma2", "phi3", "qwen3")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_checked: dict[Path, Any] = {}  # identities of checkpoints whose scales have been looked at
 
 
 class QuantisedCheckpoint(Checkpoint):
@@ -58,13 +57,12 @@ class QuantisedCheckpoint(Checkpoint):
         self.opened, self.origin = self.stored.opened, self.stored.origin
         self.left_out = self.stored.left_out
         self.method, self.quantization = found
-        self.config = _unquantised(self.stored.config)
+        self.config = unquantised(self.stored.config)
         if isinstance(self.config.get("text_config"), dict):
-            self.config["text_config"] = _unquantised(self.config["text_config"])
+            self.config["text_config"] = unquantised(self.config["text_config"])
         self._scheme = SCHEMES[self.method]
         specs = {name: self.stored.spec(name) for name in self.stored}
         tensors = StoredTensors(directory=directory, specs=specs, read=self.stored.__getitem__)
-        tensors.check_filled()
         try:
             self.packed = self._with_companions(self._scheme.find(tensors, self.quantization))
         except InvalidInput:
@@ -161,32 +159,6 @@ class QuantisedCheckpoint(Checkpoint):
         parts = {part for packed in self.packed.values() for part in packed.names}
         return [name for name in self.stored if name not in self._specs and name not in parts]
 
-    def check_values(self) -> None:
-        """Check scales, groups and zeros of every quantised tensor; a second call costs nothing.
-
-        Raises:
-            InvalidInput: a scale is NaN or infinite, or a group or zero is out of range.
-        """
-        identity = self.identity()
-        if _checked.get(self.directory) == identity:
-            return
-        for packed in self.packed.values():
-            for role in packed.scales:
-                if not is_finite(as_scale(self.stored[packed.parts[role]])):
-                    raise InvalidInput(
-                        f"{packed.parts[role]} of {self.directory} holds NaN or infinite scales; the "
-                        "checkpoint is damaged"
-                    )
-            for role, (low, high) in packed.ranges.items():
-                values = self.stored[packed.parts[role]]
-                least, most = (int(value) for value in values.aminmax()) if values.numel() else (low, low)
-                if least < low or most >= high:
-                    raise InvalidInput(
-                        f"{packed.parts[role]} of {self.directory} holds {least if least < low else most}, "
-                        f"where numbers from {low} to {high - 1} are possible; the checkpoint is damaged"
-                    )
-        _checked[self.directory] = identity
-
     def quantization_for(self, modules: OutputModules) -> dict[str, Any]:
         """Return the quantization_config of an output that keeps some of the quantised tensors."""
         return self._scheme.unconverted(dict(self.quantization), modules)
@@ -240,7 +212,8 @@ class QuantisedCheckpoint(Checkpoint):
         return specs
 
 
-def _unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without its quantization_config."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 

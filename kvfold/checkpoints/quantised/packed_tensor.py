@@ -4,9 +4,8 @@ Legend: R rows (output features), C columns (input features).
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ class PackedTensor:
         parts: names of the stored tensors by role; the first one holds the numbers, the others scale them.
         unpack: from the parts, a first row and a number of rows to these rows of the tensor, float32.
         step: `unpack` takes multiples of so many rows, except at the end.
-        scales: roles whose values must be finite.
-        ranges: roles whose values must be at least the first number and below the second.
         others: names of stored tensors that belong to the module and do not change the weight.
     """
 
@@ -39,8 +36,6 @@ class PackedTensor:
     parts: Mapping[str, str]
     unpack: Callable[[Parts, int, int], Tensor]
     step: int = 1
-    scales: tuple[str, ...] = ()
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     @property
@@ -62,19 +57,6 @@ class StoredTensors:
     directory: Path
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], Tensor]
-
-    def check_filled(self) -> None:
-        """Refuse matrices without a number: scales are divided among their rows and columns.
-
-        Raises:
-            InvalidInput: there is one.
-        """
-        for name, spec in self.specs.items():
-            if len(spec.shape) > 1 and 0 in spec.shape:
-                raise InvalidInput(
-                    f"{name} of {self.directory} has shape {spec.shape}, which holds no number; "
-                    "download or save it again"
-                )
 
     def ending(self, suffix: str) -> list[str]:
         """Return the names with an ending, without it."""
@@ -110,16 +92,6 @@ class StoredTensors:
             )
         return name
 
-    def refuse_alone(self, part: str, weight: str) -> NoReturn:
-        """Refuse a part whose weight is missing or not quantised.
-
-        Raises:
-            InvalidInput: always.
-        """
-        raise InvalidInput(
-            f"{self.directory} has {part} but no quantised {weight}; download or save it again"
-        )
-
     def shape(self, name: str, dimensions: int) -> Shape:
         """Return a tensor's shape, which must have so many dimensions.
 
@@ -133,6 +105,20 @@ class StoredTensors:
                 f"{dimensions} dimension{'s' * (dimensions > 1)}; download or save it again"
             )
         return found
+
+    def group_of_columns(self, name: str, groups: Tensor, count: int) -> Tensor:
+        """Return the numbers of groups, from the part of this name, as indices.
+
+        Raises:
+            InvalidInput: one of them is not below `count`.
+        """
+        for value in map(int, groups.aminmax()):
+            if not 0 <= value < count:
+                raise InvalidInput(
+                    f"{name} of {self.directory} holds {value}, where numbers from 0 to {count - 1} are "
+                    "possible; the checkpoint is damaged"
+                )
+        return groups.long()
 
 
 def as_scale(stored: Tensor) -> Tensor:

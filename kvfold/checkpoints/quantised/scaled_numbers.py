@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import InvalidInput
 from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
 
 _SCALES = ("_scale_inv", "_scale")  # endings of a scale's name after the weight's
@@ -25,7 +24,6 @@ def scaled(
     grid: tuple[int, int],
     *,
     zero: str | None = None,
-    zero_range: tuple[int, int] = (-128, 128),
 ) -> PackedTensor:
     """Return a weight of bytes that scales of a grid multiply.
 
@@ -35,13 +33,12 @@ def scaled(
         scale: name of the scales, one per field of the grid; or one for the tensor, or one per row.
         grid: rows and columns that share a scale.
         zero: name of the numbers that stand for zero, of the scales' shape.
-        zero_range: their least value, and the first one above the greatest.
 
     Raises:
         InvalidInput: the scales are missing, or have another shape or dtype.
     """
     shape = stored.specs[name].shape
-    shapes = _shapes(stored, name, grid)
+    shapes = scale_shapes(shape, grid)
     counts = shapes[0]
     parts = {"weight": name, "scale": stored.require(scale, name, shapes, (*FLOATS, *POWERS[:1]))}
     if zero is not None:
@@ -58,7 +55,9 @@ def scaled(
                     table = table[chunk]
                 else:
                     table = table[first // grid[0] : -(-(first + count) // grid[0])]
-                _apply(numbers, table, grid, subtract=role == "zero")
+                spread = table.repeat_interleave(grid[0], -2)[..., : numbers.shape[-2], :]
+                spread = spread.repeat_interleave(grid[1], -1)[..., : numbers.shape[-1]]
+                numbers = numbers - spread if role == "zero" else numbers * spread
         return numbers
 
     return PackedTensor(
@@ -66,19 +65,14 @@ def scaled(
         parts=parts,
         unpack=unpack,
         step=grid[0] if len(shape) == 2 and grid[0] < shape[0] else 1,
-        scales=("scale",),
-        ranges={} if zero is None else {"zero": zero_range},
     )
 
 
-def _shapes(stored: StoredTensors, name: str, grid: tuple[int, int]) -> list[Shape]:
-    """Return the shapes that scales of a grid may be stored in; the first one has a value for every field."""
-    shape = stored.specs[name].shape
-    if len(shape) < 2:
-        raise InvalidInput(
-            f"{name} of {stored.directory} is quantised with shape {shape}, where a matrix is needed; "
-            "download or save it again"
-        )
+def scale_shapes(shape: Shape, grid: tuple[int, int]) -> list[Shape]:
+    """Return the shapes that scales of a weight may be stored in; the first one has a value for every field.
+
+    `grid` is the number of rows and columns that share a scale.
+    """
     rows, columns = shape[-2:]
     counts = (*shape[:-2], -(-rows // grid[0]), -(-columns // grid[1]))
     if grid[1] < columns:
@@ -88,20 +82,6 @@ def _shapes(stored: StoredTensors, name: str, grid: tuple[int, int]) -> list[Sha
     if counts[-2] == 1:
         shapes += [counts[:-2], (1,), (1, 1)] if len(shape) == 2 else [counts[:-2]]
     return shapes
-
-
-def _apply(numbers: Tensor, table: Tensor, grid: tuple[int, int], *, subtract: bool) -> None:
-    """Multiply numbers (..., R, C) with a table of one value per field of a grid, or subtract, in place."""
-    columns = numbers.shape[-1]
-    for index in range(table.shape[-2]):
-        rows = numbers[..., index * grid[0] : (index + 1) * grid[0], :]
-        values = table[..., index, :]
-        if grid[1] < columns:
-            values = values.repeat_interleave(grid[1], -1)[..., :columns]
-        if subtract:
-            rows -= values[..., None, :]
-        else:
-            rows *= values[..., None, :]
 
 
 def find_fp8(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, PackedTensor]:
@@ -118,17 +98,12 @@ def find_fp8(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, Pack
             scale = next((name + end for end in _SCALES if name + end in stored.specs), name + usual)
             grid = (block[0], block[1]) if block else _whole(stored, name, scale)
             found[name] = scaled(stored, name, scale, grid)
-    for end in _SCALES:
-        for name in stored.ending(end):
-            if name in stored.specs and stored.specs[name].dtype in FLOATS:
-                stored.refuse_alone(name + end, name)
     return found
 
 
 def _whole(stored: StoredTensors, name: str, scale: str) -> tuple[int, int]:
     """Return the grid of a weight without blocks: one scale per row, or one for the tensor."""
-    shape = stored.specs[name].shape
+    rows, columns = stored.specs[name].shape[-2:]
     found = stored.specs.get(scale)
-    rows, columns = shape[-2:] if len(shape) > 1 else (1, 1)
-    by_row = found is not None and rows > 1 and found.shape in {(*shape[:-2], rows), (*shape[:-2], rows, 1)}
+    by_row = found is not None and found.shape in scale_shapes(stored.specs[name].shape, (1, columns))
     return (1 if by_row else rows), columns

@@ -11,10 +11,10 @@ import torch
 
 from ...convert.algebra.target import Geometry, LatentTarget
 from ...convert.families.family import Family
+from ...convert.families.packing import attention_shapes
 from ...convert.families.recognition import attending, complete, configured, geometry_of
 from ...convert.families.rows import FAMILIES
 from ...convert.families.source import shape_of
-from ...convert.families.stored_tensors import attention_shapes, names_outside_attention
 from ...convert.formats.remote import Remote
 from ...convert.formats.stock import stock_shapes
 
@@ -24,7 +24,7 @@ Shape = tuple[int, ...] | None
 def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Shape]:
     """Return names and shapes of the tensors that config.json promises.
 
-    The shape is None where a tensor is not attention's.
+    They are those of attention, the embeddings and the head, whose shapes are None.
 
     Args:
         config: of the output.
@@ -43,16 +43,11 @@ def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[
 
 def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
     layers = range(config["num_hidden_layers"])
-    dense = layers[: config.get("first_k_dense_replace") or 0]
-    # The other layers are Llama's; experts, which kvfold does not write, are not looked for.
-    rest = replace(FAMILIES["llama"], layer_tensors=FAMILIES["llama"].layer_tensors[:2])
-    names = names_outside_attention(rest, {"tie_word_embeddings": False, **config})
-    names += [f"model.layers.{n}.mlp.{part}_proj.weight" for n in dense for part in ("gate", "up", "down")]
     shapes = stock_shapes(config)
     attention: dict[str, Shape] = {
         f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
     }
-    return attention | dict.fromkeys(names)
+    return attention | _ends(FAMILIES["llama"], {"tie_word_embeddings": False, **config})
 
 
 def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -84,7 +79,7 @@ def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:
         nope_width=0 if intact else config["qk_nope_head_dim"],
         biases=frozenset("k" if role == "kv" else role for role in ours["biases"]),
     )
-    shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
+    shapes = _ends(family, whole)
     for layer in attending(family, whole):
         shapes |= {name: spec.shape for name, spec in container.specs(layer, torch.float32).items()}
     return shapes
@@ -99,7 +94,13 @@ def _grouped(family: Family, config: Mapping[str, Any], names: Collection[str]) 
     layers = attending(family, whole) if family.mixers else tuple(range(whole["num_hidden_layers"]))
     first = family.projections(layers[0]) if layers else {}
     biases = {role for role, name in first.items() if f"{name}.bias" in names}
-    shapes: dict[str, Shape] = dict.fromkeys(names_outside_attention(family, whole))
+    shapes = _ends(family, whole)
     for layer in layers:
         shapes |= dict(attention_shapes(shape_of(family, whole, geometry, layer), layer, biases))
     return shapes
+
+
+def _ends(family: Family, config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the embeddings and the head; what else is missing shows when a checkpoint is loaded."""
+    names = [family.prefix + family.embedding]
+    return dict.fromkeys(names if config["tie_word_embeddings"] else [*names, family.head])

@@ -31,7 +31,6 @@ def test_tensors_are_those_of_the_twin(
     out = quantise(sources[form.family], tmp_path / "q", form, shards=shards)
     checkpoint = open_checkpoint(out)
     assert isinstance(checkpoint, QuantisedCheckpoint)
-    checkpoint.check_values()
     twin = load_file(tmp_path / "q-twin" / "model.safetensors")
     assert set(checkpoint) == set(twin)
     assert checkpoint.packed, "something is quantised"

@@ -92,7 +92,7 @@ def test_packing_is_undone(tmp_path: Path, family: str) -> None:
     [
         ("first_k_dense_replace", "1", "first_k_dense_replace '1', where a whole number"),
         ("mlp_layer_types", ["dense"], r"\(2\) must be equal to the number of `mlp_layer_types` \(1\)"),
-        ("mlp_layer_types", 3, "mlp_layer_types 3, where a list of strings"),
+        ("mlp_layer_types", 3, "'mlp_layer_types' with value 3"),
         ("sliding_window_pattern", "4", "'sliding_window_pattern' expected int, got str"),
     ],
 )

@@ -143,8 +143,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         "layers.0.linear_attn.A_log, which a Qwen3NextForCausalLM",
     ),
     "too few": ({"layer_types": KINDS[:3]}, r"\(4\) must be equal to the number of `layer_types`"),
-    "a number": ({"layer_types": 4}, "layer_types 4, where a list of strings"),
-    "numbers": ({"layer_types": [1, 2, 3, 4]}, "where a list of strings"),
+    "a number": ({"layer_types": 4}, "Field 'layer_types' with value 4"),
+    "numbers": ({"layer_types": [1, 2, 3, 4]}, "Field 'layer_types' with value "),
     "none attends": ({"layer_types": ["linear_attention"] * 4}, "no layer of the kind full_attention"),
     "attention where there is none": (
         {"layer_types": ["full_attention"] * 4},

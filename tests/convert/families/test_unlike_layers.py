@@ -192,7 +192,7 @@ def test_one_head_in_each_kind(tmp_path: Path) -> None:
         ({}, ("--to", "mla", "--rank", "full"), "its layers differ in the width of their heads"),
         ({}, ("--to", "mqa", "--cache-dtype", "fp8_e4m3"), "no weight prepares them"),
         ({}, ("--to", "mqa", *TEXT, "--layerwise"), "whole model in memory"),
-        ({"per_layer_config": [1]}, ("--to", "mqa"), "per_layer_config [1], where an object"),
+        ({"per_layer_config": [1]}, ("--to", "mqa"), "cannot read config.json: 'list' object"),
         ({"per_layer_config": {"9": {"head_dim": 16}}}, ("--to", "mqa"), "in the range [0, 6); got [9]"),
         ({"per_layer_config": {"1": {"sliding_window": 4}}}, ("--to", "mqa"), "kvfold reads num_key_value"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, ("--to", "mqa"), "must divide"),

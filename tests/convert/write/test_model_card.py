@@ -4,16 +4,22 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from kvfold.checkpoints.eval_json import EvalSummary, read_summary
+from kvfold.checkpoints.cost_blocks import CacheBlock, ModelCache
+from kvfold.checkpoints.eval_json import EvalReport, MeasuredCheckpoint, TextProtocol, measured_by
+from kvfold.checkpoints.quality_blocks import (
+    Estimate,
+    FidelityBlock,
+    ModelPerplexity,
+    PerplexityBlock,
+    RecoveredLoss,
+)
 from kvfold.checkpoints.record import hub_id, read_record, source_directory, write_record
 from kvfold.cli import main
 from kvfold.convert.write import card_body
@@ -22,25 +28,29 @@ from kvfold.convert.write.model_card import make_card, write_card, written_by_kv
 from ...support.tiny import make
 
 ROOT = Path(__file__).parents[3]
-SUMMARY = TypeAdapter(EvalSummary)
-GONE = {"path": "gone", "dtype": "float32"}
-EVALUATION: dict[str, Any] = {
-    "protocol": {
-        "name": "text:held-out.txt",
-        "text_sha256": "ab" * 32,
-        "window": 64,
-        "windows": 3,
-        "scored_tokens": 189,
-    },
-    "student": {**GONE, "perplexity": 12.5, "elements_per_token_per_layer": 64.0},
-    "teacher": {**GONE, "perplexity": 11.25, "elements_per_token_per_layer": 128.0},
-    "parent": None,
-    "fidelity": {
-        "kl": {"mean": 0.125, "standard_error": 0.01},
-        "same_top1": {"mean": 0.875, "standard_error": None},
-    },
-    "recovered_share": {"value": None, "reason": "no folded parent"},
-}
+GONE = MeasuredCheckpoint(path="gone", name="gone", identity="")
+
+
+def evaluated(perplexity: float = 12.5, cache_dtype: str | None = None) -> EvalReport:
+    def scores(found: float) -> ModelPerplexity:
+        return ModelPerplexity("float32", found, Estimate(0.0), 0.0, 1.0, None, ())
+
+    def cache(elements: float) -> ModelCache:
+        return ModelCache(elements, None, elements, 2 * elements, "float32", None, "float32", 0, ())
+
+    ppl = PerplexityBlock(scores(perplexity), scores(11.25), None, None, None, RecoveredLoss(), ())
+    fidelity = FidelityBlock(
+        Estimate(0.125, 0.01), {}, 1.0, Estimate(0.875), Estimate(0.0), Estimate(0.0), {}, None, ()
+    )
+    blocks = {
+        "ppl": ppl,
+        "fidelity": fidelity,
+        "cache": CacheBlock(cache(64.0), cache(128.0), None, 0.5, None),
+    }
+    protocol = TextProtocol(
+        name="text:held-out.txt", text_sha256="ab" * 32, window=64, windows=3, scored_tokens=189
+    )
+    return EvalReport(2, GONE, GONE, None, protocol, blocks, "cpu", {}, cache_dtype)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +81,7 @@ def card_of(directory: Path) -> ModelCard:
     return ModelCard.load(directory / "README.md")
 
 
-def remade(directory: Path, evaluation: EvalSummary | None = None) -> ModelCard:
+def remade(directory: Path, evaluation: EvalReport | None = None) -> ModelCard:
     record = read_record(directory)
     assert record is not None
     return make_card(directory, record, "tiny", "org/tiny", evaluation)
@@ -123,7 +133,7 @@ def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path
 
 
 def test_measurements_are_metadata_and_a_table(outputs: dict[str, Path]) -> None:
-    card = remade(outputs["stock"], SUMMARY.validate_python(EVALUATION))
+    card = remade(outputs["stock"], evaluated())
     found = {result.metric_type: result for result in ModelCard(str(card)).data.eval_results}
     assert {kind: result.metric_value for kind, result in found.items()} == {
         "perplexity": 12.5,
@@ -136,7 +146,7 @@ def test_measurements_are_metadata_and_a_table(outputs: dict[str, Path]) -> None
 
 
 def test_a_card_says_in_which_format_the_cache_was(outputs: dict[str, Path]) -> None:
-    card = remade(outputs["stock"], SUMMARY.validate_python({**EVALUATION, "cache_dtype": "int4"}))
+    card = remade(outputs["stock"], evaluated(cache_dtype="int4"))
     assert "| this model, its cache in int4 | 12.5 | 64 | float32 |" in card.text
     assert {result.dataset_args["cache_dtype"] for result in card.data.eval_results} == {"int4"}
 
@@ -147,16 +157,14 @@ def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], t
     (copy / "README.md").write_bytes(
         f"---\nlicense: cc0-1.0\ntags: [mine]\nextra: {{a: 1}}\n---\n{text}".encode()
     )
-    evaluation = SUMMARY.validate_python(EVALUATION)
-    card = remade(copy, evaluation)
+    card = remade(copy, evaluated())
     assert card.text == text
     fields = [card.data[field] for field in ("license", "extra", "library_name")]
     assert fields == ["cc0-1.0", {"a": 1}, "transformers"]
     assert card.data["tags"] == ["mine", "kvfold", "kv-cache", "mla", "latent-attention"]
     # A later measurement takes the place of an earlier one of the same kind, and of nothing else.
     (copy / "README.md").write_text(str(card).replace("type: kl_divergence", "type: rouge"), newline="")
-    later = {**EVALUATION, "student": {**EVALUATION["student"], "perplexity": 12.0}}
-    results = remade(copy, SUMMARY.validate_python(later)).data.eval_results
+    results = remade(copy, evaluated(12.0)).data.eval_results
     assert sorted((result.metric_type, result.metric_value) for result in results) == [
         ("kl_divergence", 0.125),
         ("perplexity", 12.0),
@@ -337,11 +345,11 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
     words += ["--window", "32", "--max-windows", "2", "--out", str(directory / "eval.json"), "--json"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    found = read_summary(directory)
+    found = measured_by(directory)
     assert found is not None
-    assert found.teacher is not None
-    assert found.student.perplexity == found.teacher.perplexity
-    assert found.student.elements_per_token_per_layer == 256
+    assert found.ppl.teacher is not None
+    assert found.ppl.student.perplexity == found.ppl.teacher.perplexity
+    assert found.cache.student.elements_per_token_per_layer == 256
     assert found.fidelity is not None
     assert found.fidelity.kl.mean == pytest.approx(0, abs=1e-6)
 

@@ -27,7 +27,7 @@ def caches(
     directory: Path, options: Options = CPU, teacher: Path | None = None, **settings: Any
 ) -> CacheBlock:
     return evaluate(
-        directory, teacher, None, options, suites=("cache",), settings=SuiteSettings.take(settings)
+        directory, teacher, None, options, suites=("cache",), settings=SuiteSettings.read(settings)
     ).cache
 
 

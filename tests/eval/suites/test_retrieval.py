@@ -50,7 +50,7 @@ def run(
     student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any
 ) -> RetrievalBlock:
     found = evaluate(
-        student, teacher, None, options, suites=("retrieval",), settings=SuiteSettings.take(SMALL | settings)
+        student, teacher, None, options, suites=("retrieval",), settings=SuiteSettings.read(SMALL | settings)
     ).suites["retrieval"]
     assert isinstance(found, RetrievalBlock)
     return found

@@ -43,7 +43,7 @@ def tasks(wide: Path) -> RulerTasks:
 
 def run(student: Path, teacher: Path | None = None, **settings: Any) -> RulerBlock:
     found = evaluate(
-        student, teacher, None, CPU, suites=("ruler",), settings=SuiteSettings.take(settings)
+        student, teacher, None, CPU, suites=("ruler",), settings=SuiteSettings.read(settings)
     ).suites["ruler"]
     assert isinstance(found, RulerBlock)
     return found
@@ -192,7 +192,7 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
     monkeypatch.setattr(speed, "measure", lambda _: pytest.fail("it was measured"))
     settings = {"ruler_lengths": "60", "ruler_tasks": "vt"}
     with pytest.raises(InvalidInput, match="leaves no room for the task vt"):
-        evaluate(wide, None, None, CPU, suites=("speed", "ruler"), settings=SuiteSettings.take(settings))
+        evaluate(wide, None, None, CPU, suites=("speed", "ruler"), settings=SuiteSettings.read(settings))
 
 
 @pytest.mark.parametrize(
@@ -265,5 +265,5 @@ def test_one_cache_exists_at_a_time(wide: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decoding, "read", counted)
     settings = {"ruler_tasks": "niah_single", "ruler_lengths": "700", "ruler_samples": 3}
     one_by_one = Options(device="cpu", batch_size=1)
-    evaluate(wide, None, None, one_by_one, suites=("ruler",), settings=SuiteSettings.take(settings))
+    evaluate(wide, None, None, one_by_one, suites=("ruler",), settings=SuiteSettings.read(settings))
     assert before == [0, 0, 0]

@@ -60,7 +60,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def run(student: Path, teacher: Path | None = None, options: Options = CPU, **settings: Any) -> SpeedBlock:
     found = evaluate(
-        student, teacher, None, options, suites=("speed",), settings=SuiteSettings.take(settings)
+        student, teacher, None, options, suites=("speed",), settings=SuiteSettings.read(settings)
     ).suites["speed"]
     assert isinstance(found, SpeedBlock)
     return found

@@ -94,7 +94,7 @@ def test_bytes_hold_the_scales(mha: Path, latent: Path) -> None:
 def test_needles_are_paired_too(make: Make) -> None:
     student = make(max_position_embeddings=400)
     settings = {"retrieval_lengths": "360", "retrieval_depths": 2, "retrieval_samples": 3}
-    options = {"suites": ("retrieval",), "settings": SuiteSettings.take(settings)}
+    options = {"suites": ("retrieval",), "settings": SuiteSettings.read(settings)}
     without = evaluate(student, None, None, Options(device="cpu"), **options).suites["retrieval"]
     found = evaluate(student, None, None, Options(device="cpu", cache_dtype="int4"), **options)
     block = found.suites["retrieval"]
@@ -134,7 +134,7 @@ def test_suites_without_a_meaning_are_refused(
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"^cache_dtype is 'int3'; it should be 'bfloat16', "):
-        Options.take({"cache_dtype": "int3"})
+        Options.read({"cache_dtype": "int3"})
 
 
 def test_a_loss_that_is_not_there_is_none(mha: Path, text: Text) -> None:

@@ -85,7 +85,7 @@ def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
         read_text("lm-eval:wikitext", rows),
         CPU,
         suites=("ppl", "tasks"),
-        settings=SuiteSettings.take({"tasks": "pages", "task_path": own_tasks}),
+        settings=SuiteSettings.read({"tasks": "pages", "task_path": own_tasks}),
     )
     theirs = result.suites["tasks"].tasks["pages"].metrics
     ours = result.ppl.student
