@@ -36,6 +36,11 @@ ALIASES = {
     "cache.ratio": "cache.ratio",
     "cache.elements": "cache.student.elements_per_token_per_layer",
 }
+# Numbers that are undefined without one of the models, by the beginnings of their paths.
+_READ_FROM = {
+    "teacher": ("fidelity", "ppl.teacher", "ppl.difference", "ppl.ratio", "ppl.recovered_share"),
+    "parent": ("ppl.parent", "ppl.recovered_share"),
+}
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
@@ -96,6 +101,19 @@ def parse(
         raise InvalidInput(f"{label} names the suite {names[1]}, which is not run; {not_run}")
     _check_path(names, suites, label)
     return Assertion(text, names, match[2], bound)
+
+
+def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) -> None:
+    """Refuse assertions that no measurement can meet, before anything is measured.
+
+    Raises:
+        InvalidInput: a number would be undefined without one of them.
+    """
+    for assertion in assertions:
+        path = ".".join((*assertion.path[1:], ""))
+        for role, reason in missing.items():
+            if path.startswith(tuple(f"{start}." for start in _READ_FROM[role])):
+                raise InvalidInput(f"--assert {assertion.text!r} can never hold: {reason}")
 
 
 def short_names(suites: Sequence[str]) -> list[str]:

@@ -49,7 +49,7 @@ def main(assertions: tuple[str, ...], out: Path | None, as_json: bool, **options
     wanted = [parse(expression, request.all_suites()) for expression in assertions]
     from .request import run_request
 
-    result = run_request(request, out)
+    result = run_request(request, out, wanted)
     if not is_first():
         return
     report = result.to_json()

@@ -1,26 +1,30 @@
 """The run of a whole evaluation that a user asks for."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-from ..checkpoints.record import folded_parent, source_directory
+from ..checkpoints.record import folded_parent, is_distilled, read_record, source_directory
 from ..core.console import is_first, notice
 from ..core.disk import check_outside
 from ..core.hub import resolve
 from ..core.processes import together
 from ..core.work import WorkDir
 from ..texts.corpus import read_text
+from .assertions import Assertion, check_models
 from .options import EvalRequest
 from .result import Result
 from .run import evaluate, reserved
 
 
-def run_request(request: EvalRequest, out: Path | None = None) -> Result:
+def run_request(
+    request: EvalRequest, out: Path | None = None, assertions: Sequence[Assertion] = ()
+) -> Result:
     """Return what the suites of a request find, and write it to a file where one is named.
 
     Raises:
-        InvalidInput: a checkpoint or the text cannot be used, a suite refuses, or the file exists or cannot
-            be written.
+        InvalidInput: a checkpoint or the text cannot be used, a suite refuses, an assertion is about a model
+            that is missing, or the file exists or cannot be written.
     """
     with ExitStack() as stack:
         with together():
@@ -42,6 +46,7 @@ def run_request(request: EvalRequest, out: Path | None = None) -> Result:
                 "--task-cache": request.task_cache,
             }
             check_outside(kept, (student, source, parent))
+            check_models(assertions, _missing(student, source, parent))
         result = evaluate(
             student,
             source,
@@ -55,3 +60,21 @@ def run_request(request: EvalRequest, out: Path | None = None) -> Result:
         if write is not None:
             write(result.to_text())
     return result
+
+
+def _missing(student: Path, source: Path | None, parent: Path | None) -> dict[str, str]:
+    """Return the models that cannot be compared with, each with the reason and the remedy."""
+    missing = {}
+    if parent is None and is_distilled(read_record(student) or {}):
+        missing["parent"] = (
+            f"the fold from which {student} was distilled is not where its kvfold.json says; put it back, or "
+            "leave the assertion out"
+        )
+    elif parent is None:
+        missing["parent"] = (
+            f"{student} was not distilled from a fold, so nothing was recovered; leave the assertion out, or "
+            "evaluate the output of kvfold distill"
+        )
+    if source is None:
+        missing["teacher"] = f"{student} has no teacher; choose one with --teacher"
+    return missing

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.core.errors import InvalidInput
-from kvfold.eval.assertions import ALIASES, Unmet, check, parse
+from kvfold.eval.assertions import ALIASES, Unmet, check, check_models, parse
 from kvfold.eval.cli import main
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
@@ -106,3 +106,15 @@ def test_paths_that_jq_is_shown_are_those_of_the_report(make: Make, text: Text) 
     report = evaluate(make(), make(seed=1), text, Options(device="cpu", window=32)).to_json()
     for path in shown:
         assert isinstance(reduce(getitem, path.removeprefix(".").split("."), report), float)
+
+
+@pytest.mark.parametrize("text", ["recovered>0.5", "ppl.parent.perplexity<9"])
+def test_what_needs_another_model_is_refused_without_it(text: str) -> None:
+    wanted = parse(text, DEFAULT)
+    for held in ("kl<1", "top1>0", "ppl<9", "ppl.ratio<2", "cache.ratio<1"):
+        check_models([parse(held, DEFAULT)], {"parent": "none"})
+    with pytest.raises(InvalidInput, match="can never hold: none"):
+        check_models([wanted], {"parent": "none"})
+    for compared in ("kl<1", "kl.max<1", "top1>0", "ppl.ratio<2", "nll.difference<1"):
+        with pytest.raises(InvalidInput, match="can never hold: none"):
+            check_models([parse(compared, DEFAULT)], {"teacher": "none"})

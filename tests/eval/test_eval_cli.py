@@ -254,6 +254,25 @@ def test_suites_that_read_a_text_ask_for_it(mha: Path) -> None:
     )
 
 
+def test_an_assertion_that_nothing_can_meet_is_refused_before_the_run(
+    mha: Path, distilled: Path, other: Path, file: Path, tmp_path: Path
+) -> None:
+    def asserting(model: Path, expression: str) -> Result:
+        return run(model, "--text", file, "--device", "cpu", "--window", "32", "--assert", expression)
+
+    check_mistake(asserting(mha, "recovered>0.5"), "was not distilled from a fold, so nothing was recovered")
+    check_mistake(asserting(mha, "kl<1"), "has no teacher; choose one with --teacher")
+    assert asserting(distilled, "recovered>-1e9").exit_code in (0, 3)
+    orphan = tmp_path / "orphan"
+    shutil.copytree(distilled, orphan)
+    gone = [{"stage": "convert", "path": str(tmp_path / "gone")}]
+    write_record(orphan, {"schema": 1, "stage": "distill", "source": describe(mha, None), "parents": gone})
+    check_mistake(asserting(orphan, "recovered>0.5"), "is not where its kvfold.json says; put it back")
+    found = run(orphan, "--text", file, "--device", "cpu", "--window", "32", "--suite", "ppl", "--json")
+    reason = json.loads(found.stdout)["suites"]["ppl"]["recovered_share"]["reason"]
+    assert reason == "the fold is not where kvfold.json says"
+
+
 def check_mistake(result: Result, sentence: str) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
