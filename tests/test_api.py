@@ -177,7 +177,7 @@ def test_measurements_have_paths(folded: Folded) -> None:
         _ = found["ppl"]
     with pytest.raises(kvfold.InvalidInput, match=r"suites.fidelity.kl is not a number"):
         _ = found["fidelity.kl"]
-    with pytest.raises(KeyError, match=r"^'kl.men': the report has no kl; did you mean kl.mean or "):
+    with pytest.raises(KeyError, match=r"^'kl.men': the report has no kl; did you mean 'kl.mean'"):
         _ = found["kl.men"]
     numbers = dict(found)
     assert list(numbers) == list(found) == list(found.keys())
@@ -261,7 +261,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.fold(DEMO, kvfold.GQA()), "target gqa takes either kv_heads N or kv_budget SHARE"
     yield lambda: kvfold.fold(DEMO, kvfold.GQA(kv_heads=3), calibration="none"), "do not fold into 3"
     yield lambda: kvfold.fold(DEMO, kvfold.MLA(kv_budget="250%")), "is not a share of the source's cache"
-    yield lambda: kvfold.fold(DEMO, gqa, out=""), "out is ''; it should be a path, not an empty text"
+    yield lambda: kvfold.fold(DEMO, gqa, out=""), "out is ''; it should be a path, neither empty nor with"
     yield lambda: anything(DEMO, "mla"), "the target is 'mla'; it should be kvfold.GQA"
     yield lambda: anything(DEMO, mla, rnak=3), "unknown name 'rnak'; did you mean 'rank'?"
     yield lambda: anything(DEMO, mla, sequences="many"), "sequences is 'many'"
@@ -383,8 +383,8 @@ def wrong_names() -> Iterator[tuple[Any, str]]:
     yield lambda: functions.fold(DEMO, mla, progres=1), "unknown name 'progres'; did you mean 'progress'?"
     yield lambda: functions.GQA(2), "GQA takes values by name; write GQA(kv_heads=2)"
     yield lambda: functions.MQA(2), "MQA takes values by name; write MQA()"
-    yield lambda: functions.MQA(kv_heads=1), "unknown name 'kv_heads' of MQA; it takes none"
-    yield lambda: functions.MLA(kv_budgt=0.5), "unknown name 'kv_budgt' of MLA; did you mean 'kv_budget'?"
+    yield lambda: functions.MQA(kv_heads=1), "unknown name 'kv_heads'; none is taken here"
+    yield lambda: functions.MLA(kv_budgt=0.5), "unknown name 'kv_budgt'; did you mean 'kv_budget'?"
 
 
 def test_a_text_that_shows_next_to_nothing_is_named(folded: Folded, work: Path) -> None:

@@ -44,6 +44,13 @@ class _KeptMetric(FiniteNumbers):
     values: list[float] | None = None
     documents: list[str] | None = None
 
+    @property
+    def is_paired(self) -> bool:
+        """True if there is a value of each document, or of none."""
+        if self.values is None or self.documents is None:
+            return self.values is None and self.documents is None
+        return 0 < len(self.values) == len(self.documents)
+
 
 @dataclass(frozen=True)
 class _KeptScores(FiniteNumbers):
@@ -155,7 +162,7 @@ def read_kept(file: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
         found = parsed(_KeptScores, kept.get("found"), file, "move it away")
     except InvalidInput:
         raise damaged from None
-    if kept.get("asked") != asked:
+    if kept.get("asked") != asked or not all(metric.is_paired for metric in found.metrics.values()):
         raise damaged
     return asdict(found)
 

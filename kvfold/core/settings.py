@@ -123,9 +123,9 @@ def suggest(
     match = difflib.get_close_matches(name, names, n=1)
     if match:
         return f"did you mean {names[match[0]]!r}?"
-    return (
-        f"it belongs in {' or '.join(belongs_in)}" if belongs_in else f"known: {', '.join(known) or 'none'}"
-    )
+    if belongs_in:
+        return f"it belongs in {' or '.join(belongs_in)}"
+    return f"known: {', '.join(known)}" if known else "none is taken here"
 
 
 # By the kind of value that pydantic names in the type of an error, such as `float_parsing` and `float_type`.

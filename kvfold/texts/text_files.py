@@ -88,7 +88,12 @@ def _look_up(name: str, called: str) -> list[Path]:
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*")) if builder_of(file) and _is_inside(file, path)]
         if not found:
-            os.listdir(path)  # which a search skips if it cannot be listed
+
+            def fail(error: OSError) -> None:  # of a directory that cannot be listed, which a search skips
+                raise error
+
+            for _ in os.walk(path, onerror=fail):
+                pass
             raise InvalidInput(
                 f"{called} is a directory that holds no file of a known kind; name one of {KINDS}"
             )

@@ -7,6 +7,7 @@ plain spelling: lm-evaluation-harness scores those, and divides by words and byt
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.errors import InvalidInput
 from ..core.untrusted import is_text, printable, read_json
@@ -64,15 +65,34 @@ def _is_title(line: str) -> bool:
     return joined.startswith("= ") and joined.endswith(" =")
 
 
+class _Pair(NamedTuple):
+    """Two marks within which a text has no blanks at its ends.
+
+    A regular expression takes the cube of their number for blanks that no mark ends.
+    """
+
+    opening: str
+    closing: str
+
+    def sub(self, text: str) -> str:
+        """Return a text without the blanks inside of the marks."""
+        parts, place = [], 0
+        while (start := text.find(self.opening, place)) >= 0:
+            end = text.find(self.closing, start + 1)
+            if end < 0:
+                break
+            parts += [text[place : start + 1], text[start + 1 : end].strip(), self.closing]
+            place = end + 1
+        return "".join([*parts, text[place:]])
+
+
 # Replacements in this order; a pattern is a plain string or a regular expression.
-_SPELLING: tuple[tuple[str | re.Pattern[str], str], ...] = (
+_SPELLING = (
     ("s '", "s'"),
     (re.compile(r"/' [0-9]/"), "/'[0-9]/"),
     (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."),
     (" : ", ": "), (" ; ", "; "), (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
-    (re.compile(r"\(\s*([^)]*?)\s*\)"), r"(\1)"), (re.compile(r"\[\s*([^]]*?)\s*\]"), r"[\1]"),
-    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"), (re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"'),
-    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+    _Pair("(", ")"), _Pair("[", "]"), _Pair("{", "}"), _Pair('"', '"'), _Pair("'", "'"),
     ("= = = =", "===="), ("= = =", "==="), ("= =", "=="),
     (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
 )  # fmt: skip
@@ -83,7 +103,11 @@ def plain_spelling(article: str) -> str:
 
     The rules are those of lm-evaluation-harness.
     """
-    for found, put in _SPELLING:
+    for rule in _SPELLING:
+        if isinstance(rule, _Pair):
+            article = rule.sub(article)
+            continue
+        found, put = rule
         article = article.replace(found, put) if isinstance(found, str) else found.sub(put, article)
     return article
 

@@ -93,7 +93,7 @@ def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: P
         ({"rank": 8.5}, "rank is 8.5; it should be a whole number or 'full'"),
         ({"kv_budget": [1]}, "kv_budget is [1]; it should be a share"),
         ({"out": 5}, "out is 5; it should be a path"),
-        ({"out": ""}, "out is ''; it should be a path, not an empty text"),
+        ({"out": ""}, "out is ''; it should be a path, neither empty nor with a null character"),
         ({"sequences": 0}, "sequences is 0; it should be greater than or equal to 1"),
         ({"length": 1}, "length is 1; it should be greater than or equal to 2"),
         ({"seed": -1}, "seed is -1"),

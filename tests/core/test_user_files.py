@@ -89,7 +89,8 @@ def test_a_run_killed_after_its_statistics_resumes_with_them(
     assert convert(source, *SELF, out=tmp_path / "whole").exit_code == 0
     command = [warm_python(), "-c", KILLED, str(source), *MLA, *options, "--out", str(tmp_path / "out")]
     assert subprocess.run(command, capture_output=True, check=False).returncode == -9
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.safetensors", "source", "whole"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["out.partial", "s.safetensors", "source", "whole"]
     kept = file.read_bytes()
     # Another run is not this one: other settings, or another source of the same shapes.
     for other, changed in ((source, ("--seed", "1")), (make(tmp_path / "other", seed=7), ())):

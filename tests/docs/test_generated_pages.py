@@ -54,7 +54,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
 
 def test_types_and_defaults_are_those_of_the_schema() -> None:
     page = keys_page.keys_page()
-    assert "| `lr` | number | required |" in page
+    assert "| `lr` | number | by the size of the student, as for `kvfold distill FOLD` |" in page
     assert "| `batch_tokens` | integer or `null` | `null` |" in page
     assert "| `grad_clip` | number or `null` | `1.0` |" in page
     assert "| `schedule` | `cosine` or `wsd` or `constant` | `cosine` |" in page

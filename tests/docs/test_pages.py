@@ -192,7 +192,7 @@ def test_files_that_the_code_names_are_there() -> None:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
-    read = as_recipe(recipe, ())
+    read = as_recipe(recipe)
     assert read.stages
     result = CliRunner().invoke(main, ["distill", "explain", str(recipe)])
     assert result.exit_code == 0, result.output

@@ -156,6 +156,12 @@ def test_spelling_is_made_plain(page: str, plain: str) -> None:
     assert plain_spelling(page) == plain
 
 
+def test_marks_without_an_end_take_no_time() -> None:
+    """The harness's regular expressions take the cube of the number of blanks."""
+    for mark in "([{\"'":
+        assert plain_spelling(f"a {mark}" + "\t" * 10**6 + "b") == f"a {mark}" + "\t" * 10**6 + "b"
+
+
 def test_spelling_is_lm_evaluation_harnesss_own() -> None:
     theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext")
     for article in articles(ROWS):

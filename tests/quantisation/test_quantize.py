@@ -277,7 +277,7 @@ def test_a_failure_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("kvfold.quantisation.quantize.write_record", fail)
     result = command(place / "stock", "--scheme", "w8a8", "--out", tmp_path / "out")
     assert result.exit_code == 2
-    assert "out cannot be written: No space left on device; make room there" in result.output
+    assert "out.partial cannot be written: No space left on device; make room there" in result.output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -148,7 +148,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "none attends": ({"layer_types": ["linear_attention"] * 4}, "no layer of the kind full_attention"),
     "attention where there is none": (
         {"layer_types": ["full_attention"] * 4},
-        "no model.layers.0.self_attn.q_proj.weight",
+        "has no model.layers.0.self_attn.",
     ),
     "no attention where there is": (
         {"layer_types": [*KINDS[:3], "linear_attention"]},
@@ -249,7 +249,7 @@ def test_a_fold_is_distilled_on_a_stream_of_text(
     content["data"]["packing"] = "stream"
     result = distill(Recipe.model_validate(content))
     (stage,) = result.stages
-    assert stage["last"]["kl"] < 0.9 * stage["first"]["kl"]
+    assert stage["last"]["kl"] < 0.95 * stage["first"]["kl"]
     for name, tensor in load_file(source / "model.safetensors").items():
         if "linear_attn" in name:
             assert not torch.equal(load_file(result.output / "model.safetensors")[name], tensor), name

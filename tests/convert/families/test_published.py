@@ -155,5 +155,5 @@ def test_names_of_a_wrapper_are_told(wrapper: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     save_file({wrapper + name: tensors[name] for name in tensors}, source / "model.safetensors")
-    with pytest.raises(InvalidInput, match=f"have {wrapper} in front of their names"):
+    with pytest.raises(InvalidInput, match=f"save the model without the wrapper that added `{wrapper[:-1]}`"):
         open_source(source)

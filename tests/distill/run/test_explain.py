@@ -50,7 +50,7 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     [
         ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory, and not a Hub id"),
         ("teacher=/nowhere", "teacher /nowhere is not a directory, and not a Hub id of the form"),
-        ("student=TORN", "is truncated: its header describes"),
+        ("student=TORN", "is truncated, damaged or no safetensors file"),
         ("output=", "output is None"),
         ("output=''", "output is ''; it should name a directory that does not exist yet"),
         ("student=TMP", "has no config.json; name the directory that holds the model"),
@@ -106,7 +106,9 @@ def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> N
         "save.keep": "default",
     }  # fmt: skip
     assert (keys["stages[0].tokens"]["value"], keys["data.packing"]["value"]) == (5000, "documents")
-    assert keys["stages[0].lr"]["meaning"] == "Peak learning rate of AdamW."
+    assert keys["stages[0].lr"]["meaning"] == (
+        "Peak learning rate of AdamW. Default: by the size of the student, as for `kvfold distill FOLD`."
+    )
     assert "kvfold[lora]" in command("explain", file).stdout  # brackets are no markup
     assert found["stages"][0]["steps"] == 6
     whole = Recipe.model_validate({**content, "stages": [{**stage, "losses": {"ce": 0.5}}]})

@@ -299,7 +299,7 @@ def test_folds_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
         found.append(fingerprint(directory))
     assert len(set(found)) == 3
     (tmp_path / "None" / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(InvalidInput, match="is truncated or no safetensors file"):
+    with pytest.raises(InvalidInput, match="is truncated, damaged or no safetensors file"):
         fingerprint(tmp_path / "None")
 
 

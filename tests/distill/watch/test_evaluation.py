@@ -191,10 +191,12 @@ def test_a_killed_run_keeps_its_history_and_its_best(
     whole = distill(make_recipe(output=str(tmp_path / "whole"), **made)).output
     save = state.save
 
-    def die(directory: Path, progress: state.Progress, gathered: state.Gathered, keep: int) -> None:
+    def die(
+        directory: Path, progress: state.Progress, gathered: state.Gathered, keep: int, **more: Any
+    ) -> None:
         if directory.name == "state" and progress.total_steps == 21:
             raise SystemExit("killed")
-        save(directory, progress, gathered, keep)
+        save(directory, progress, gathered, keep, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(state, "save", die)
