@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = ("convert", "distill", "eval")
 # Folders and top files of the package from the lowest to the highest: each imports itself and what stands before it.
 ORDER = (
-    *("core", "arguments", "checkpoints", "models", "texts", "recipes"),
+    *("core", "arguments", "checkpoints", "models", "register", "texts", "recipes"),
     *("convert.algebra", "convert.families", "convert.calibration", "convert.methods", "convert.storage"),
     *("convert.formats", "engines.probes", "engines.rules", "convert.efforts", "convert.request"),
     *("convert.layer", "convert.decide", "convert.settle", "convert.write", "convert.towers"),
