@@ -26,7 +26,7 @@ def main() -> None:
     asked = json.load(sys.stdin)
     os.environ |= ENVIRONMENT
     import torch
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     settings = _settings(asked, torch.cuda.is_available())
     lacking = _unloaded() if asked["multimodal"] else ""
@@ -76,8 +76,8 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
 
 def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
     """Return the width that the CPU's kernels are not compiled for, where there is one; a GPU's may be."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # type: ignore[import-not-found]
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend  # type: ignore[import-not-found]
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     model = vllm.EngineArgs(**settings).create_engine_config().model_config
     width = model.get_head_size()
@@ -90,7 +90,7 @@ def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
 def _unloaded() -> str:
     """Return why torchvision, which multimodal classes import, cannot be loaded; empty where it can."""
     try:
-        import torchvision  # type: ignore[import-not-found]  # noqa: F401
+        import torchvision  # noqa: F401
     except (ImportError, RuntimeError) as error:  # a build for CUDA next to a torch for CPUs
         return f"its multimodal classes import torchvision, which does not load here ({error})"
     return ""
