@@ -19,7 +19,8 @@ logger = logging.getLogger("vllm.kvfold")  # below vLLM's own, which prints
 _PACKAGE = __name__.rpartition(".")[0]
 _BACKEND = f"{_PACKAGE}.any_width.AnyWidthBackend"
 _CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-_KERNEL = 576  # the only width of a cache that vLLM's kernels for CPUs are compiled for
+# The widths of a cache that vLLM has kernels for; on CPUs they are compiled for one.
+_KERNELS = (576,) if current_platform.is_cpu() else (320, 512, 576)
 _BLOCK = 128  # tokens of a block of the cache, as vLLM's CPU platform chooses for other attention
 
 
@@ -59,12 +60,15 @@ class FoldShape(ModelArchConfigConvertorBase):
     """The shape of an output with kvfold's own code, as vLLM plans by it."""
 
     def get_architectures(self) -> list[str]:
-        """Return the class of this package that serves it."""
-        return [_architecture(_CLASSES[self.get_num_experts() > 0])]
+        """Return the class of this package that serves it, and set it where vLLM's loader looks."""
+        self.hf_config.architectures = [_architecture(_CLASSES[self.get_num_experts() > 0])]
+        return list(self.hf_config.architectures)
 
     def get_head_size(self) -> int:
-        """Return the width of what a layer caches of a token."""
+        """Return the width of what a layer caches of a token; of a head, with `--rope intact`."""
         config = self.hf_text_config
+        if config.kvfold["form"] == "intact":
+            return int(super().get_head_size())
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
 
 
@@ -73,7 +77,7 @@ def needs_plugin(model: Any) -> bool:
 
     Folds in the stock class are known by having no layer of experts, which no model of DeepSeek's does.
     """
-    if model is None or not model.use_mla or model.get_head_size() == _KERNEL:
+    if model is None or not model.use_mla or model.get_head_size() in _KERNELS:
         return False
     config = model.hf_text_config
     is_dense = config.model_type == "deepseek_v3" and config.first_k_dense_replace >= config.num_hidden_layers
@@ -85,11 +89,20 @@ def adjust_settings(vllm_config: Any, adjust: Any) -> None:
 
     That is blocks of 16 tokens, and neither chunked prefill nor prefix caching. Queries are rotated by torch,
     because the CPU's kernel turns those of several heads wrongly.
+
+    Raises:
+        NotImplementedError: there is no CPU, or a fold in the stock class has biases.
     """
     if not current_platform.is_cpu():
         raise NotImplementedError(
             f"kvfold's plugin serves a cache of {vllm_config.model_config.get_head_size()} numbers per token "
             "on CPUs only; on this device serve a fold made with --engine vllm (512+64)"
+        )
+    config = vllm_config.model_config.hf_text_config
+    if config.model_type != MODEL_TYPE and config.attention_bias:
+        raise NotImplementedError(
+            "the attention of this fold has biases, and vLLM's DeepSeek class drops them; fold with "
+            "--engine vllm+kvfold"
         )
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     block = cache.block_size if cache.user_specified_block_size else _BLOCK
