@@ -139,6 +139,7 @@ gpu:
 test-vllm: $(VLLM_VENV)/.installed $(VLLM_VENV)/torchvision
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/torchvision:$(CURDIR)/benchmarks/torchvision_operators \
 		$(VLLM_VENV)/bin/python -m benchmarks.vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm_plugin
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.vllm_http
 
 # The registry's torchvision, torchaudio and torchcodec are CUDA builds: next to a CPU torch they fail to import, and with them

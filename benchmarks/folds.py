@@ -137,6 +137,20 @@ FOLDS = (
     Fold(source="llama", options=_INTACT, as_claimed=False),
 )
 
+_WITH_PLUGIN = "--to mla --engine vllm+kvfold"
+WITH_PLUGIN = (
+    Fold(source="llama", options=f"{_WITH_PLUGIN} --container stock --rank 64 --rope-dim 32", exact=False),
+    Fold(source="qwen2", options=f"{_WITH_PLUGIN} --container remote --rank 96 --rope-dim 32", exact=False),
+    Fold(source="qwen3", options=f"{_WITH_PLUGIN} --container remote --rank 96 --rope-dim 32", exact=False),
+    Fold(source="llama", options=f"{_WITH_PLUGIN} --container stock --rank 256 --rope-dim 64", exact=False),
+    Fold(source="llama", options=f"{_WITH_PLUGIN} --container remote --rank 256 --rope-dim 64", exact=False),
+    # vLLM serves these by itself.
+    Fold(source="llama", options="--to gqa --kv-heads 2"),
+    Fold(source="llama", options=_STOCK, exact=False),
+    Fold(source="qwen3", options=_REMOTE, exact=False),
+    Fold(source="qwen3", options=_INTACT),
+)
+
 
 # Both are rounded, each by its own weights: they are held against themselves in transformers.
 OF_QUANTISED = tuple(

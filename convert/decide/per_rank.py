@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...core.errors import InvalidInput
 from ..algebra.target import Geometry, GroupedTarget, Target
 
-REPEATING = ("vllm", "sglang")  # engines that do this, by their source
+REPEATING = ("vllm", "vllm+kvfold", "sglang")  # engines that do this, by their source
 _MOST = 8  # ranks that a sentence looks at: one machine's
 
 

@@ -47,6 +47,7 @@ _KINDS = {
 _ENGINES = {
     "transformers": "transformers",
     "vllm": "vLLM",
+    "vllm+kvfold": "vLLM with kvfold's plugin",
     "sglang": "SGLang",
     "llama.cpp": "llama.cpp",
     "mlx": "MLX",
@@ -336,10 +337,14 @@ def _how(engine: str, written: Written, place: str) -> str:
         )
     trust = " --trust-remote-code" if own_code else ""
     on_text = " --language-model-only" if written.layout.startswith("multimodal") else ""
-    command = {
-        "vllm": f"vllm serve {place}{trust}{on_text}\n"
+    in_vllm = (
+        "vllm serve {0}\n"
         "# with the CPU package of vLLM, which has no such command: python -m "
-        f"vllm.entrypoints.openai.api_server --model {place}{trust}{on_text}",
+        "vllm.entrypoints.openai.api_server --model {0}"
+    )
+    command = {
+        "vllm": in_vllm.format(f"{place}{trust}{on_text}"),
+        "vllm+kvfold": f"pip install kvfold  # where vLLM is installed\n$ {in_vllm.format(place)}",
         "sglang": f"python -m sglang.launch_server --model-path {place}{trust}",
         "llama.cpp": "python convert_hf_to_gguf.py DIRECTORY --outtype bf16",
         "mlx": f"mlx_lm.generate --model {place} --prompt 'Once upon a time'",

@@ -26,6 +26,7 @@ _COMMANDS = {
     "mlx-rules-cpu": "mlx_rules",
     "sglang-rules-cpu": "sglang_rules",
     "vllm-http-cpu": "vllm_http",
+    "vllm-plugin-cpu": "vllm_plugin",
 }
 # Commands that only an earlier revision has.
 REVISION = "361df92"

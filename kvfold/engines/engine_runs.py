@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.metadata import entry_points, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .fresh_process import MODULES, Check, run_apart
 from .llama_programs import LlamaCpp, LlamaFailure, read_base
+from .vllm_plugin import unknown_release
 
 if TYPE_CHECKING:
     from .rules.rule_types import LintFinding
@@ -32,6 +34,8 @@ def started_engines(
             continue  # which runs every checkpoint
         if engine in MODULES:
             lacking = "" if find_spec(MODULES[engine]) else "is not installed here"
+            if engine == "vllm+kvfold" and not lacking:
+                lacking = _plugin_lack()
         elif engine == "llama.cpp":
             lacking = "" if llama_cpp is not None else "is not started without --llama-cpp DIR"
         else:
@@ -43,6 +47,14 @@ def started_engines(
         else:
             started.append(engine)
     return tuple(started), unasked
+
+
+def _plugin_lack() -> str:
+    """Return why the installed vLLM would not use kvfold's plugin; empty where it would."""
+    if not entry_points(group="vllm.general_plugins", name="kvfold"):
+        return "was not started: kvfold is not installed as a package here (pip install kvfold)"
+    reason = unknown_release(version(packages_distributions()["vllm"][0]))
+    return reason and f"was not started: {reason}"
 
 
 def run_llama_cpp(

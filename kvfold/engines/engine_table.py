@@ -15,6 +15,7 @@ from .rules.engine_names import ENGINES
 NAMES = {
     "transformers": "transformers",
     "vllm": "vLLM",
+    "vllm+kvfold": "vLLM with kvfold's plugin",
     "sglang": "SGLang",
     "llama.cpp": "llama.cpp",
     "mlx": "MLX",

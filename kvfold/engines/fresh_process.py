@@ -16,8 +16,14 @@ from ..core.memory import lack_of
 
 HOURS = 4.0  # that a run may take: a large model on a slow disk takes one to load
 NEAR = 1e-3  # by which log-probabilities in another engine may differ, float32
-PROBES = {"vllm": "probe_vllm.py", "sglang": "probe_sglang.py", "mlx": "probe_mlx.py"}
-MODULES = {"vllm": "vllm", "sglang": "sglang", "mlx": "mlx_lm"}  # by which an engine is found
+PROBES = {
+    "vllm": "probe_vllm.py",
+    "vllm+kvfold": "probe_vllm.py",
+    "sglang": "probe_sglang.py",
+    "mlx": "probe_mlx.py",
+}
+# The modules by which engines are found.
+MODULES = {"vllm": "vllm", "vllm+kvfold": "vllm", "sglang": "sglang", "mlx": "mlx_lm"}
 _RAISED = re.compile(r"[A-Za-z_.]*(Error|Exception)(:|$)")  # the last line of a traceback
 _PLAIN = {"latent": False, "trust": False}  # what a source is
 ROUNDED = 0.05  # by which they may on average in 16 bits, where wrong ones are nats apart
@@ -151,8 +157,9 @@ def serve(
         elements cached.
     """
     given = {**asked, **{name: answers[name] for name in ("text", "prompt", "steps")}}
+    given["plugin"] = engine == "vllm+kvfold"
     found: list[Check] = []
-    if packed is not None and engine == "vllm":
+    if packed is not None and MODULES[engine] == "vllm":
         quantised = {**given, "dtype": "auto", "directory": str(packed.directory)}
         served = run_apart(PROBES[engine], quantised)
         if "failed" not in served:

@@ -19,7 +19,7 @@ from ..core.console import notice
 from ..core.grid import Grid, Tabular
 from ..core.units import show_bytes, show_kinds
 from .engine_runs import run_llama_cpp, started_engines
-from .fresh_process import PROBES, Check, NotRun, Packed, run_apart, serve
+from .fresh_process import MODULES, PROBES, Check, NotRun, Packed, run_apart, serve
 from .llama_programs import LlamaCpp
 from .rules.engine_names import ENGINES
 
@@ -126,7 +126,7 @@ def verify(
         formats = [found for engine in asked for found in format_findings(layout, engine, cache_dtype)]
     started, unasked = started_engines(asked, findings, llama_cpp, run=run)
     if run and is_quantised(directory):
-        others = ", ".join(["transformers", *(engine for engine in started if engine != "vllm")])
+        others = ", ".join(["transformers", *(engine for engine in started if MODULES.get(engine) != "vllm")])
         unasked.append(
             f"{others}: its quantised weights were run dequantised to bfloat16, without the vendor's kernels"
         )

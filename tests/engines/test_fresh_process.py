@@ -91,7 +91,9 @@ def test_no_answer() -> None:
 
 def test_a_multimodal_class_is_asked_for_text_alone() -> None:
     """Which needs no processor of images."""
-    asked = {"directory": "d", "dtype": "float32", "trust": False, "latent": False, "text": [[1]]}
+    asked = {"directory": "d", "dtype": "float32", "text": [[1]]} | dict.fromkeys(
+        ("trust", "latent", "plugin"), False
+    )
     for multimodal in (False, True):
         given = probe_vllm._settings(
             {**asked, "prompt": 1, "steps": 1, "multimodal": multimodal}, cuda=not multimodal

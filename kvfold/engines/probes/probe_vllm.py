@@ -1,7 +1,7 @@
 """One checkpoint in vLLM: the log-probabilities of a text, greedy tokens, and the cache.
 
-This is a script that imports no kvfold. It reads one JSON object from stdin and writes one to stdout, as
-probe.py does, whose answers it is compared with.
+This is a script that imports no kvfold; where it is asked to, vLLM loads kvfold's plugin. It reads one JSON
+object from stdin and writes one to stdout, as probe.py does, whose answers it is compared with.
 """
 
 import json
@@ -18,19 +18,21 @@ ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
 }
+PIECE = 48  # tokens that are computed at once with the plugin
 
 
 def main() -> None:
     """Score and continue the text that stdin gives."""
-    sys.modules["kvfold"] = None  # type: ignore[assignment]
     asked = json.load(sys.stdin)
-    os.environ |= ENVIRONMENT
+    if not asked["plugin"]:
+        sys.modules["kvfold"] = None  # type: ignore[assignment]
+    os.environ |= {**ENVIRONMENT, "VLLM_PLUGINS": "kvfold" if asked["plugin"] else ""}
     import torch
     import vllm
 
     settings = _settings(asked, torch.cuda.is_available())
     lacking = _unloaded() if asked["multimodal"] else ""
-    lacking = lacking or ("" if torch.cuda.is_available() else _lacking(vllm, settings))
+    lacking = lacking or ("" if torch.cuda.is_available() else _lacking(vllm, settings, asked["plugin"]))
     if lacking:
         print(json.dumps({"version": vllm.__version__, "lacking": lacking}))
         return
@@ -62,6 +64,12 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
         "max_model_len": longest,
         "trust_remote_code": asked["trust"],
     }
+    if asked["plugin"]:
+        settings["trust_remote_code"] = False
+    if asked["plugin"] and asked["latent"]:
+        # The plugin also has to serve in pieces and from cached prefixes.
+        settings |= {"enable_prefix_caching": True, "block_size": 16}
+        settings |= {"enable_chunked_prefill": True, "max_num_batched_tokens": PIECE, "max_num_seqs": PIECE}
     if asked["multimodal"]:
         settings["language_model_only"] = True  # text alone, which needs no processor of images
     settings |= {"dtype": asked["dtype"], "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
@@ -74,13 +82,18 @@ def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
     return settings | ({"attention_backend": "CPU_MLA"} if asked["latent"] else {})
 
 
-def _lacking(vllm: Any, settings: dict[str, Any]) -> str:
-    """Return the width that the CPU's kernels are not compiled for, where there is one; a GPU's may be."""
+def _lacking(vllm: Any, settings: dict[str, Any], plugin: bool) -> str:
+    """Return the width that the CPU's kernels are not compiled for, where there is one; a GPU's may be.
+
+    With kvfold's `plugin` there is none for latent attention.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     model = vllm.EngineArgs(**settings).create_engine_config().model_config
     width = model.get_head_size()
+    if plugin and model.use_mla:
+        return ""
     known = (CPUMLABackend if model.use_mla else CPUAttentionBackend).get_supported_head_sizes()
     if width in known:
         return ""

@@ -4,7 +4,9 @@ from typing import Literal, get_args
 
 from ...core.errors import InvalidInput
 
-EngineName = Literal["transformers", "vllm", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi"]
+EngineName = Literal[
+    "transformers", "vllm", "vllm+kvfold", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi"
+]  # fmt: skip
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 

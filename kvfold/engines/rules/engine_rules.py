@@ -22,12 +22,20 @@ _GROUPED = ("grouped",)
 _EVERY = (*_STOCK, *_REMOTE, *_GROUPED)
 _MULTIMODAL = ("multimodal", "multimodal stock")
 _VLLM_RUN = {"vllm": seen.VLLM}
-_VLLM_BROKEN = {"vllm": seen.VLLM_BROKEN}
+_VLLM_ALONE = {"vllm": seen.VLLM_BROKEN}  # the plugin lifts these rules
+
+
+def _with_plugin(evidence: Evidence) -> dict[str, Evidence]:
+    """Return the engines of a rule that the plugin leaves as it was seen in vLLM alone."""
+    return {"vllm": evidence, "vllm+kvfold": seen.VLLM_PLUGIN_READ}
+
+
+_VLLM_BROKEN = _with_plugin(seen.VLLM_BROKEN)
 _HF_AND_VLLM = {"transformers": seen.HF, **_VLLM_BROKEN}
-_VLLM_SGLANG = {"vllm": seen.VLLM_READ, "sglang": seen.SGLANG_BROKEN}
-_DROPPING = {"vllm": seen.VLLM_BROKEN, "sglang": seen.SGLANG_BROKEN, "llama.cpp": seen.LLAMA}
+_VLLM_SGLANG = {**_with_plugin(seen.VLLM_READ), "sglang": seen.SGLANG_BROKEN}
+_DROPPING = {**_VLLM_BROKEN, "sglang": seen.SGLANG_BROKEN, "llama.cpp": seen.LLAMA}
 _NORMED = {**_DROPPING, "tgi": seen.TGI}  # the norm of the latent gets rms_norm_eps there
-_NEAR = {"vllm": seen.VLLM_BROKEN, "llama.cpp": seen.LLAMA, "mlx": seen.MLX_READ, "tgi": seen.TGI}
+_NEAR = {**_VLLM_BROKEN, "llama.cpp": seen.LLAMA, "mlx": seen.MLX_READ, "tgi": seen.TGI}
 
 
 def _rule(
@@ -68,7 +76,8 @@ _TRANSFORMERS = (
             "a static cache (cache_implementation='static') fails in transformers 4.57; 5.15 has one"),
     _rule({"transformers": seen.HF}, _GROUPED, "saves no cache", "Falcon's new decoder", check.expanded,
           "it caches every query head's keys and values"),
-    _rule(_HF_AND_VLLM, _REMOTE, "refuses to load", "a shipped file or its name is missing", check.code,
+    _rule({"transformers": seen.HF, **_VLLM_ALONE}, _REMOTE, "refuses to load",
+          "a shipped file or its name is missing", check.code,
           "the code is looked up next to the weights"),
     _rule({"transformers": seen.HF}, _REMOTE, "prints nonsense", "a fold of Llama 4 by an earlier kvfold",
           check.unheld, "kvfold's attention computes something else, or ends with an error; use --to gqa"),
@@ -94,27 +103,33 @@ _VLLM = (
           "the head is left uninitialised, without an error"),
     _rule(_VLLM_BROKEN, _STOCK, "refuses to load", "kv_a_layernorm is missing", check.norm,
           "the norm of the latent has no default"),
-    _rule(_VLLM_BROKEN, ("stock", "decoupled"), "refuses to load",
+    _rule(_VLLM_ALONE, ("stock", "decoupled"), "refuses to load",
           "what it caches is not 320, 512 or 576 wide", check.width,
           f"latent attention takes {check.CACHED[0]}, {check.CACHED[1]} or {check.CACHED[2]}; "
           f"VLLM_MLA_DISABLE=1 runs it with the full cache"),
-    _rule(_VLLM_BROKEN, ("stock", "decoupled"), "note", "what it caches is not 512+64 wide", check.unusual,
+    _rule(_VLLM_ALONE, ("stock", "decoupled"), "note", "what it caches is not 512+64 wide", check.unusual,
           "the CPU's decode kernel crashes on it (Unsupported block size); on an A100 and an H100 Triton "
           "takes it, FlashAttention-3 MLA and FlashMLA do not"),
     _rule({"vllm": seen.VLLM_PREFILL}, _STOCK, "refuses to load", "heads of other widths than the kernels'",
           check.prefill, "no CUDA prefill kernel takes others; VLLM_MLA_DISABLE=1 runs it with the full "
                          "cache"),
-    _rule(_VLLM_BROKEN, ("decoupled",), "refuses to load", "head_dim is not the width of the cache",
+    _rule({"vllm+kvfold": seen.VLLM_PLUGIN_READ}, ("stock", "decoupled"), "note",
+          "what it caches is not 512+64 wide", check.other,
+          "the plugin serves it on a CPU; on a GPU it is served, or refused, as without the plugin"),
+    _rule(_VLLM_ALONE, ("decoupled",), "refuses to load", "head_dim is not the width of the cache",
           check.advertised, "the cache is allocated by head_dim"),
-    _rule({"vllm": seen.VLLM_BACKEND}, _REMOTE, "refuses to load", "some layers do not attend", check.others,
-          "its transformers backend takes no layer without attention"),
+    _rule(_with_plugin(seen.VLLM_BACKEND), _REMOTE, "refuses to load", "some layers do not attend",
+          check.others, "its transformers backend takes no layer without attention"),
     _rule({"vllm": seen.VLLM_BACKEND}, ("decoupled",), "prints nonsense",
+          "a sliding window, or bounded scores", check.limited,
+          "its latent attention has neither; use --rope intact"),
+    _rule({"vllm+kvfold": seen.VLLM_PLUGIN_BROKEN}, ("decoupled",), "refuses to load",
           "a sliding window, or bounded scores", check.limited,
           "its latent attention has neither; use --rope intact"),
     _rule(_VLLM_BROKEN, ("intact",), "prints nonsense", "config.json has kv_lora_rank", check.named_rank,
           "rotation and norms after the latent are passed over"),
-    _always(_VLLM_RUN, ("intact",), "saves no cache", "its keys are rotated after they are rebuilt",
-            "the transformers backend caches them whole"),
+    _always({"vllm": seen.VLLM, "vllm+kvfold": seen.VLLM_PLUGIN}, ("intact",), "saves no cache",
+            "its keys are rotated after they are rebuilt", "the transformers backend caches them whole"),
     _rule(_VLLM_BROKEN, _GROUPED, "refuses to load", "Falcon with an MLP not four times as wide",
           check.falcon_mlp, "Falcon's MLP has four times the hidden size there"),
     _rule({"vllm": seen.VLLM_MULTIMODAL}, ("multimodal",), UNKNOWN,

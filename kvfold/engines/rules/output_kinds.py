@@ -64,32 +64,39 @@ OUTPUTS = _outputs()
 # For each kind of output the evidence that the rules for it rest on, by engine in the order of ENGINES;
 # None: not known.
 _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
-    "grouped": (seen.HF, seen.VLLM, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, None),
+    "grouped": (
+        seen.HF, seen.VLLM, seen.VLLM_PLUGIN, seen.SGLANG, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, None,
+    ),
     "stock 512+64": (
-        seen.HF, seen.VLLM, seen.SGLANG_LATENT, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT, seen.TGI,
+        seen.HF, seen.VLLM, seen.VLLM_PLUGIN, seen.SGLANG_LATENT, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT,
+        seen.TGI,
     ),
     "stock 256+64": (
-        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG_LATENT, seen.LLAMA_RUN, seen.MLX, seen.TENSORRT_WIDTHS,
-        seen.TGI,
+        seen.HF, seen.VLLM_WIDTHS, seen.VLLM_PLUGIN, seen.SGLANG_LATENT, seen.LLAMA_RUN, seen.MLX,
+        seen.TENSORRT_WIDTHS, seen.TGI,
     ),
     "stock other widths": (
-        seen.HF, seen.VLLM_BROKEN, seen.SGLANG_LATENT, seen.LLAMA_WIDTHS, seen.MLX, seen.TENSORRT_WIDTHS,
-        seen.TGI,
+        seen.HF, seen.VLLM_BROKEN, seen.VLLM_PLUGIN, seen.SGLANG_LATENT, seen.LLAMA_WIDTHS, seen.MLX,
+        seen.TENSORRT_WIDTHS, seen.TGI,
     ),
     "decoupled 512+64": (
-        seen.HF, seen.VLLM, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM, seen.VLLM_PLUGIN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None,
+        None,
     ),
     "decoupled 256+64": (
-        seen.HF, seen.VLLM_WIDTHS, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM_WIDTHS, seen.VLLM_PLUGIN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN,
+        None, None,
     ),
     "decoupled other widths": (
-        seen.HF, seen.VLLM_BROKEN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM_BROKEN, seen.VLLM_PLUGIN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN,
+        None, None,
     ),
     "intact": (
-        seen.HF, seen.VLLM, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None, None,
+        seen.HF, seen.VLLM, seen.VLLM_PLUGIN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None,
+        None,
     ),
-    "multimodal": (seen.HF_MULTIMODAL, seen.VLLM_MULTIMODAL, *5 * (None,)),
-    "multimodal stock": (seen.HF_MULTIMODAL, *6 * (None,)),
+    "multimodal": (seen.HF_MULTIMODAL, seen.VLLM_MULTIMODAL, *6 * (None,)),
+    "multimodal stock": (seen.HF_MULTIMODAL, *7 * (None,)),
 }  # fmt: skip
 PAIRS: dict[tuple[str, str], Evidence | None] = {
     (output, engine): found
@@ -128,6 +135,8 @@ HARDWARE = (
     Kernels("vllm", "H100", "FlashAttention-3 MLA, FlashMLA, Triton MLA", "Triton MLA", seen.VLLM_WIDTHS),
     Kernels("vllm", "Blackwell", "FlashInfer MLA, FlashMLA, CUTLASS MLA, Triton MLA",
             "FlashInfer MLA by its check of heads, Triton MLA", seen.VLLM_WIDTHS),
+    Kernels("vllm+kvfold", "CPU", _ANY_WIDTH, _ANY_WIDTH, seen.VLLM_PLUGIN),
+    Kernels("vllm+kvfold", "any GPU", "vLLM's own", "vLLM's Triton MLA", seen.VLLM_PLUGIN_READ),
     Kernels("sglang", "any GPU", "Triton, FlashInfer, FlashMLA, trtllm_mla", "Triton, padded to 512",
             seen.SGLANG_READ),
     Kernels("sglang", "CPU", _YARN_ALONE, _YARN_ALONE, seen.SGLANG_CPU),
@@ -148,6 +157,7 @@ def takes_any_width(engine: str, everywhere: bool = True) -> bool:
     return engine == "transformers" or (bool(rows) and (all(rows) if everywhere else any(rows)))
 
 
+_VLLM = ("vllm", "vllm+kvfold")  # which the plugin changes for MLA alone
 _GROUPED = ("grouped",)
 _LATENT = ("stock", "decoupled")
 _READ = "2026-11-22"
@@ -182,16 +192,20 @@ def _options(*names: str, **others: str) -> dict[str, str]:
 _FP8 = _options("fp8_e4m3", "fp8_e5m2")
 _UNSCALED = "scales of FP8 are 1.0 where the checkpoint gives none"
 CACHE_FORMATS = (
-    CacheFormats("vllm", _GROUPED, "CPU", _FP8, "",
-                 read("vLLM 0.32.0", _READ, "vllm/v1/attention/backends/cpu_attn.py")),
-    CacheFormats("vllm", _GROUPED, "GPU",
-                 {**_FP8, **_options("nvfp4", int8="int8_per_token_head", int4="int4_per_token_head")},
-                 "FP8 E4M3 in FlashAttention, FlashInfer and Triton; E5M2 in the last two; int8 and int4 in "
-                 f"Triton alone; NVFP4 in FlashInfer alone; {_UNSCALED}",
-                 read("vLLM 0.32.0", _READ,
-                      "vllm/v1/attention/backends/flash_attn.py, flashinfer.py, triton_attn.py")),
+    *(CacheFormats(engine, _GROUPED, "CPU", _FP8, "",
+                   read("vLLM 0.32.0", _READ, "vllm/v1/attention/backends/cpu_attn.py"))
+      for engine in _VLLM),
+    *(CacheFormats(engine, _GROUPED, "GPU",
+                   {**_FP8, **_options("nvfp4", int8="int8_per_token_head", int4="int4_per_token_head")},
+                   "FP8 E4M3 in FlashAttention, FlashInfer and Triton; E5M2 in the last two; int8 and int4 "
+                   f"in Triton alone; NVFP4 in FlashInfer alone; {_UNSCALED}",
+                   read("vLLM 0.32.0", _READ,
+                        "vllm/v1/attention/backends/flash_attn.py, flashinfer.py, triton_attn.py"))
+      for engine in _VLLM),
     CacheFormats("vllm", _LATENT, "CPU", {}, "CPU_MLA keeps the model's dtype",
                  read("vLLM 0.32.0", _READ, "vllm/v1/attention/backends/mla/cpu_mla.py")),
+    CacheFormats("vllm+kvfold", _LATENT, "CPU", {}, "the plugin keeps the model's dtype",
+                 seen.VLLM_PLUGIN_READ),
     CacheFormats("vllm", _LATENT, "GPU", _options("fp8_e4m3"),
                  "in Triton MLA, FlashMLA, CUTLASS MLA and FlashInfer MLA; FlashAttention-3 MLA keeps 16 "
                  f"bits; latent and rotary key share one scale; {_UNSCALED}",

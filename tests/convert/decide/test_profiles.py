@@ -93,7 +93,10 @@ def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | s
     [
         ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%: mlx can run any width"),
         ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%: llama.cpp can run any width"),
-        ("vllm,sglang", "use --to gqa, or --engine transformers, llama.cpp or mlx with --kv-budget SHARE"),
+        (
+            "vllm,sglang",
+            "use --to gqa, or --engine transformers, vllm+kvfold, llama.cpp or mlx with --kv-budget",
+        ),
     ],
 )
 def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine(

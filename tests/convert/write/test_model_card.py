@@ -117,6 +117,7 @@ def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path
     commands = {
         "transformers": "from_pretrained",
         "vllm": "vllm serve .",
+        "vllm+kvfold": "pip install kvfold",
         "sglang": "--model-path .",
         "llama.cpp": "convert_hf",
         "mlx": "mlx_lm.generate",
