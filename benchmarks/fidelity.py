@@ -144,7 +144,7 @@ class Trial:
             self.text,
             self.options,
             suites=self.suites,
-            settings=SuiteSettings.take(self.settings),
+            settings=SuiteSettings.read(self.settings),
         )
 
 

@@ -1,6 +1,7 @@
 """Environment of every test."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -12,6 +13,21 @@ if os.environ.get("KVFOLD_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+# A shell starts the background jobs of a script with SIGINT ignored, and Python then sets no handler: tests
+# that interrupt a command would not stop it, nor would processes that they start, which inherit this.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_parts() -> None:
+    """Tokenise long texts in smaller parts: most tests read their beginning alone, and parts change no token
+    (tests/texts/test_token_parts.py)."""
+    from kvfold.texts import token_parts
+
+    token_parts.PART = 2**14
 
 
 @pytest.fixture

@@ -65,13 +65,14 @@ def begun(request: FoldRequest, out: Path, size: int) -> Iterator[Path]:
             if is_first():
                 check_makeable(out)
                 check_room(out, size, path)
-                work = held.enter_context(claimed(path, KIND))
+                is_earlier = path.exists()  # a refusal leaves what is there, and text that was written
+                work = held.enter_context(
+                    claimed(path, KIND, keeps=lambda work: is_earlier or (path / WRITTEN).exists())
+                )
                 if work.request() is None:
                     work.begin(options_of(request))
                 else:
-                    work.keeps_all = True  # a refusal leaves what is there
                     work.check(options_of(request))
-                    work.keeps_all = False
         yield path / WRITTEN
 
 

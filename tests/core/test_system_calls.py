@@ -32,8 +32,8 @@ for folder, _, files in os.walk(place, followlinks=True):
     parts = ["kvfold", *os.path.relpath(folder, place).split(os.sep)]
     for file in files:
         stem, ending = os.path.splitext(file)
-        # A program stands in __main__.py; the kernels need triton.
-        if ending == ".py" and stem not in {"__main__", "kernels_kvfold"}:
+        # A program stands in __main__.py; the kernels need triton, the plugin vllm.
+        if ending == ".py" and stem not in {"__main__", "kernels_kvfold"} and "vllm_plugin" not in parts:
             name = ".".join(part for part in (*parts, stem) if part not in {".", "__init__"})
             importlib.import_module(name)
             print(name)

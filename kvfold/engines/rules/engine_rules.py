@@ -115,7 +115,7 @@ _VLLM = (
                          "cache"),
     _rule({"vllm+kvfold": seen.VLLM_PLUGIN_READ}, ("stock", "decoupled"), "note",
           "what it caches is not 512+64 wide", check.other,
-          "the plugin serves it on a CPU; on a GPU it is served, or refused, as without the plugin"),
+          "the plugin serves it on a CPU; on a GPU it refuses caches of other than 320, 512 or 576 numbers"),
     _rule(_VLLM_ALONE, ("decoupled",), "refuses to load", "head_dim is not the width of the cache",
           check.advertised, "the cache is allocated by head_dim"),
     _rule(_with_plugin(seen.VLLM_BACKEND), _REMOTE, "refuses to load", "some layers do not attend",
