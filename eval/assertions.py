@@ -42,6 +42,12 @@ _READ_FROM = {
     "parent": ("ppl.parent", "ppl.recovered_share"),
 }
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+# The least and the greatest value of numbers, by their own key.
+_RANGES = {
+    **dict.fromkeys(("perplexity", "byte_perplexity", "word_perplexity"), (1, math.inf)),
+    **dict.fromkeys(("nll", "bits_per_byte", "kl", "kl_percentiles", "kl_max", "ratio"), (0, math.inf)),
+    "same_top1": (0, 1),
+}
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
 
@@ -86,7 +92,8 @@ def parse(
         not_run: what to do where the text names a suite that is not run, for errors.
 
     Raises:
-        InvalidInput: the text has another form, or names a suite that is not run or no number of the report.
+        InvalidInput: the text has another form, names a suite that is not run or no number of the report, or
+            can never hold.
     """
     match = _FORM.fullmatch(text)
     try:
@@ -100,7 +107,26 @@ def parse(
     if names[0] == "suites" and names[1:2] and names[1] in SUITES and names[1] not in suites:
         raise InvalidInput(f"{label} names the suite {names[1]}, which is not run; {not_run}")
     _check_path(names, suites, label)
+    _check_range(names, match[2], bound, label)
     return Assertion(text, names, match[2], bound)
+
+
+def _check_range(names: tuple[str, ...], relation: str, bound: float, label: str) -> None:
+    """Refuse a comparison that no value of a number meets; its interval may reach beyond its range."""
+    *above, own = names[:-1] if names[-1] == "mean" else names
+    known = "kl_percentiles" if above[-1:] == ["kl_percentiles"] else own
+    low, high = _RANGES.get(known, (-math.inf, math.inf))
+    can_hold = {
+        "<": low < bound,
+        "<=": low <= bound,
+        "==": low <= bound <= high,
+        ">=": high >= bound,
+        ">": high > bound,
+    }
+    if not can_hold[relation]:
+        most = "" if math.isinf(high) else f" and at most {high}"
+        number = ".".join(names).removeprefix("suites.")
+        raise InvalidInput(f"{label} can never hold: {number} is at least {low}{most}; give another bound")
 
 
 def check_models(assertions: Sequence[Assertion], missing: Mapping[str, str]) -> None:

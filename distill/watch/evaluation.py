@@ -50,7 +50,7 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class _Model(FiniteNumbers):
-    """What every line has of the student, and the first one of the teacher too."""
+    """Numbers of the student in every line, and of the teacher in the first one."""
 
     perplexity: Annotated[float, Field(gt=0)]
     window_nll: list[float]

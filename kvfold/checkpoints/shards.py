@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.errors import InvalidInput
-from ..core.system_calls import open_bytes, read_at, reserve, write_at
+from ..core.system_calls import open_bytes, opened_directory, read_at, reserve, write_at
 from ..core.untrusted import printable
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -206,14 +206,16 @@ class ShardWriter:
         self._dirty: set[int] = set()
         self._entries: dict[str, Entry] = {}
         try:
-            for index, shard in enumerate(shards, 1):
-                name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-                self._open(directory / ("model.safetensors" if len(shards) == 1 else name), shard, allocate)
+            with opened_directory(directory) as within:
+                for index, shard in enumerate(shards, 1):
+                    name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+                    self._open("model.safetensors" if len(shards) == 1 else name, within, shard, allocate)
         except BaseException:
             self.release()  # an open file would keep its space on a full disk even once it is removed
             raise
 
-    def _open(self, file: Path, shard: dict[str, TensorSpec], allocate: bool) -> None:
+    def _open(self, name: str, within: int | None, shard: dict[str, TensorSpec], allocate: bool) -> None:
+        file = self._directory / name
         # Widest dtype first, so that every tensor starts at a multiple of its item size.
         ordered = sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)
         rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -232,7 +234,8 @@ class ShardWriter:
             begin, _ = rows[tensor]["data_offsets"]
             self._entries[tensor] = Entry(file, start + begin, spec)
         prefix = struct.pack("<Q", len(header)) + header
-        descriptor = self._files[str(file)] = open_bytes(file, create=allocate)
+        place = file if within is None else name
+        descriptor = self._files[str(file)] = open_bytes(place, create=allocate, within=within)
         if os.fstat(descriptor).st_nlink > 1:
             raise InvalidInput(f"{file} has a second name, a hard link, which would change too; remove one")
         self.resumed &= (

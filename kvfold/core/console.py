@@ -6,6 +6,7 @@ No heavy import here: `--help` goes through this module.
 import atexit
 import errno
 import gc
+import inspect
 import json
 import logging
 import os
@@ -350,7 +351,15 @@ def calling(
     Raises:
         InvalidInput: the callback cannot be called, or as in the block.
     """
-    if progress is not None and not callable(progress):
+    try:
+        is_usable = progress is None or callable(progress)
+        if progress is not None and is_usable:
+            inspect.signature(progress).bind("", 0, 0)
+    except TypeError:
+        is_usable = False
+    except ValueError:  # one of C, whose arguments are not known
+        pass
+    if not is_usable:
         raise InvalidInput(
             f"progress is {shorten(progress)}; it should be a function of a description, the items done and "
             "the items in all"

@@ -10,6 +10,8 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MOVES_OPEN_FILES = os.name != "nt"
 SYNCS_DIRECTORIES = os.name != "nt"
@@ -17,14 +19,33 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _at_a_time = threading.Lock()  # a descriptor has one position for all threads
 
 
-def open_bytes(file: str | os.PathLike[str], *, create: bool) -> int:
+def open_bytes(file: str | os.PathLike[str], *, create: bool, within: int | None = None) -> int:
     """Return a descriptor to read and write a file's bytes; a link is not followed.
+
+    `within` is a descriptor of the directory that a relative path starts from; None: the current one.
 
     Raises:
         OSError: it cannot be opened.
     """
     flags = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0) | (os.O_CREAT if create else 0)
-    return os.open(file, flags, 0o644)
+    return os.open(file, flags, 0o644, dir_fd=within)
+
+
+@contextmanager
+def opened_directory(path: str | os.PathLike[str]) -> Iterator[int | None]:
+    """Open a directory that is no link, for opening files relative to it; None where the system cannot.
+
+    Raises:
+        OSError: it is a link, or cannot be opened.
+    """
+    if os.open not in os.supports_dir_fd:
+        yield None
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def read_at(descriptor: int, size: int, offset: int) -> bytes:

@@ -28,6 +28,7 @@ from .disk import disk_error, disk_sentence, naming, writing_errors
 from .errors import InvalidInput
 from .files import PREFIX, locked, release_held, rename_whole
 from .signals import ignored
+from .system_calls import opened_directory
 
 JOURNAL, LOCK = "journal.jsonl", "lock"
 TRACKERS = "trackers"  # a directory that other programs fill
@@ -88,6 +89,7 @@ class WorkDir:
         self._path, self._kind, self._option = path, kind, option
         self._journal = JOURNAL if rank == 0 else f"journal-{rank}.jsonl"
         self._head = ""
+        self._held: int | None = None  # a descriptor of the directory, where the system has them
 
     @property
     def path(self) -> Path:
@@ -139,16 +141,21 @@ class WorkDir:
     def restart(self, units: Mapping[str, Any]) -> None:
         """Write the journal anew with these units alone; the journals of other ranks are removed."""
         if self._path is not None:
-            temporary = self.path / f"{self._journal}.partial"
-            temporary.unlink(missing_ok=True)
-            with naming(self.path), temporary.open("xb") as stream:
+            temporary = f"{self._journal}.partial"
+            with suppress(FileNotFoundError):
+                self._remove(temporary)
+            with naming(self.path), self._open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as stream:
                 stream.write((self._head + _lines(units)).encode())
                 stream.flush()
                 os.fsync(stream.fileno())
-            temporary.replace(self.path / self._journal)
+            names = (temporary, self._journal)
+            if self._held is None:
+                (self.path / names[0]).replace(self.path / names[1])
+            else:
+                os.replace(*names, src_dir_fd=self._held, dst_dir_fd=self._held)
             if self._journal == JOURNAL:
                 for other in self._others():
-                    (self.path / other).unlink()
+                    self._remove(other)
         self.units = dict(units)
 
     def add(self, units: Mapping[str, Any]) -> None:
@@ -157,11 +164,13 @@ class WorkDir:
         They are plain values with finite numbers, by name.
 
         Raises:
+            InvalidInput: the directory was replaced by another one.
             OSError: the journal cannot be written.
         """
         text = _lines(units)
         if self._path is not None:
-            with naming(self.path), self._open(os.O_APPEND | os.O_WRONLY, self._journal) as stream:
+            self._check_held()
+            with naming(self.path), self._open(self._journal, os.O_APPEND | os.O_WRONLY) as stream:
                 stream.write(text.encode())
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -200,7 +209,7 @@ class WorkDir:
             release_held(path)
             for name in (*self._others(), f"{JOURNAL}.partial", JOURNAL, LOCK):
                 with suppress(OSError):
-                    (path / name).unlink()
+                    self._remove(name)
             with suppress(OSError):
                 path.rmdir()
         return left
@@ -210,6 +219,7 @@ class WorkDir:
 
         `keep` is a directory in this one that stays as it is. Returns what kvfold did not write.
         """
+        self._check_held()
         kept = {JOURNAL, LOCK, keep, *self._others()}
         left = list(strangers(self.path))
         for path in self.path.iterdir():
@@ -244,15 +254,32 @@ class WorkDir:
     def _busy(self) -> str:
         return f"another kvfold is at work in {self.path}; wait for it, or name another {self._option}"
 
-    def _open(self, flags: int, name: str) -> Any:
-        """Open a file of the directory without following a link."""
-        descriptor = os.open(self.path / name, flags | getattr(os, "O_NOFOLLOW", 0))
+    def _open(self, name: str, flags: int) -> Any:
+        """Open a file of the directory that is held, without following a link."""
+        place = self.path / name if self._held is None else name
+        descriptor = os.open(place, flags | getattr(os, "O_NOFOLLOW", 0), 0o600, dir_fd=self._held)
         return os.fdopen(descriptor, "wb" if flags & os.O_WRONLY else "rb")
+
+    def _remove(self, name: str) -> None:
+        os.unlink(self.path / name if self._held is None else name, dir_fd=self._held)
+
+    def _check_held(self) -> None:
+        """Refuse to continue if another directory has taken this one's name."""
+        if self._held is None:
+            return
+        try:
+            same = os.path.samestat(os.fstat(self._held), os.lstat(self.path))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise InvalidInput(
+                f"{self.path} was moved or replaced while it was written; run the same command again"
+            )
 
     def _read(self, name: str) -> _Journal | None:
         """Return a journal; None if there is none, or kvfold did not write it."""
         try:
-            with self._open(os.O_RDONLY, name) as stream:
+            with self._open(name, os.O_RDONLY) as stream:
                 content = stream.read()
         except OSError:
             return None
@@ -273,10 +300,12 @@ class WorkDir:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold the directory's lock for the duration."""
+        """Hold the directory and its lock for the duration."""
         lock = self._journal.removesuffix(".jsonl").replace("journal", LOCK)
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_held", None)
             try:
+                self._held = stack.enter_context(opened_directory(self.path))
                 stack.enter_context(locked(self.path / lock, self._busy))
             except FileNotFoundError:  # a run that has ended has just removed it
                 raise InvalidInput(self._busy) from None
@@ -284,6 +313,7 @@ class WorkDir:
                 raise InvalidInput(
                     f"cannot write {self.path}: {error.strerror}; name another {self._option}"
                 ) from None
+            self._check_held()
             begun = self._read(JOURNAL)
             self.keeps_all = bool(begun and begun.units)  # until `begin` has compared the requests
             if begun and self._kind not in {"", begun.kind}:
@@ -324,6 +354,7 @@ def claimed(
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}; name another {option}") from None
     with work.holding():
+        _check_claimable(path, option)  # it could have been replaced before it was held
         if not reads_earlier and work.request() is None:
             if {place.name for place in path.iterdir()} - {LOCK, f"{JOURNAL}.partial"}:
                 notice(f"{path} was begun by an earlier version of kvfold, and is begun anew")

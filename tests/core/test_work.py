@@ -212,6 +212,16 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         pytest.fail("taken")
 
 
+def test_a_directory_that_is_exchanged_gets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.partial"
+    with claimed(path, "test", keeps=lambda work: True) as work:
+        work.begin({})
+        path.rename(tmp_path / "elsewhere")
+        path.mkdir()
+        with pytest.raises(InvalidInput, match="was moved or replaced while it was written"):
+            work.add({"a": 1})
+
+
 def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
     with whole_directory(tmp_path / "made", "test") as place:
         (place / "config.json").write_text("1")

@@ -93,6 +93,28 @@ def test_what_is_no_comparison_is_refused(text: str) -> None:
         parse(text, DEFAULT)
 
 
+@pytest.mark.parametrize(
+    "text", ["kl.p99<0", "fidelity.kl_percentiles.p99_9<0", "ppl.student.word_perplexity<1"]
+)
+def test_a_bound_outside_the_range_of_a_number_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"can never hold: .* is at least"):
+        parse(text, DEFAULT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tasks.tasks.wikitext.metrics.word_perplexity.difference.mean<0.5",
+        "tasks.tasks.kl.metrics.acc.difference.mean<-0.1",
+        "tasks.tasks.a.metrics.ratio.student.mean<-1",
+        "ppl.difference.mean<-0.1",
+    ],
+)
+def test_a_number_has_no_range_by_the_names_above_it(text: str) -> None:
+    found = parse(text, (*DEFAULT, "tasks"))
+    assert text == f"{'.'.join(found.path[1:])}<{found.bound:g}"
+
+
 def test_every_alias_leads_to_a_number(make: Make, text: Text) -> None:
     teacher, parent, student = make(initializer_range=0.02), make(), make(seed=1)
     options = Options(device="cpu", window=32, cache_dtype="int8")

@@ -242,6 +242,12 @@ def test_bounds(text: str, path: str, bound: float) -> None:
         (" suites.cache.ratio < 0.3", "names the suite cache, which is not run"),
         ("cache.student.elements_per_token_per_layer < 9", "names the suite cache, which is not run"),
         ("schema<2", "does not limit the loss"),
+        ("kl<0", "can never hold: fidelity.kl.mean is at least 0; give another bound"),
+        ("kl.p99<=-0.1", "can never hold: fidelity.kl_percentiles.p99.mean is at least 0"),
+        ("ppl<0.9", "can never hold: ppl.student.perplexity is at least 1"),
+        ("top1>1", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
+        ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
+        ("ppl<0x", "can never hold: ppl.ratio.mean is at least 0"),
         ("ppl>1.02x", "did you mean 'ppl<1.02x'?"),
         (
             "kl>0.1",

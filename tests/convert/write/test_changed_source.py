@@ -81,11 +81,16 @@ def test_a_source_that_changes_while_it_is_calibrated_is_refused(
         os.utime(source / "model.safetensors", ns=(1, 1))
         return found
 
-    monkeypatch.setattr(preparation, "study", touching)
-    done = attempted(source, "--to", "gqa", "--kv-budget", "50%", "--sequences", "2", "--length", "16")
+    words = ("--to", "gqa", "--kv-budget", "50%", "--sequences", "2", "--length", "16")
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "study", touching)
+        done = attempted(source, *words)
     assert done.exit_code == 2, done.output
     assert "model.safetensors changed while it was read; run the same command again" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert not (tmp_path / "out").exists()
+    again = attempted(source, *words)
+    assert again.exit_code == 0, again.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_a_file_that_is_touched_before_it_is_hashed_counts_as_changed(tmp_path: Path) -> None:
