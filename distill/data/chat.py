@@ -1,10 +1,7 @@
 """Conversations as token ids by the tokenizer's chat template. Only the assistant's words are predicted.
 
-A template that marks the assistant's words (`{% generation %}`) is trusted. With any other template, the
-conversation is rendered up to the assistant's turn, with the prompt for it, and up to the end of that turn;
-the difference is the turn, including the mark that ends it. Where the assistant speaks first there is no
-prompt: its turn begins where the text changes when the assistant says something else. Nothing is added to
-what the template renders.
+A turn begins behind the prompt for it, or where the text changes when the assistant says something else, and
+ends with the mark that ends it. A template that marks the assistant's words (`{% generation %}`) is trusted.
 """
 
 import json
@@ -22,6 +19,7 @@ from ...core.errors import InvalidInput
 from ...texts.sources import read_field
 from ..recipe.data_section import Data, TextSource
 from .token_documents import SCORED, START, Piece, Pieces
+from .turns import Rendered, Unrendered, rendered_turns
 
 # A template is a program: it may divide by zero, or call itself without an end (a RuntimeError).
 _FAILURES = (
@@ -82,7 +80,7 @@ def _conversations(
     for batch in read_field(source.documents, data.seed):
         for value in batch:
             try:
-                piece = conversation(messages_of(value, source), tokenizer, source.source)
+                pieces = conversation(messages_of(value, source), tokenizer, source.source)
             except Refused as refusal:
                 read["refused"] += 1
                 if not refusals:
@@ -90,14 +88,12 @@ def _conversations(
                 if read["refused"] == _REFUSALS and not read["spoken"]:
                     raise
                 continue
-            if data.packing == "documents" and len(piece.ids) > data.seq_len:
-                piece = Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len])
+            if data.packing == "documents" and any(len(piece.ids) > data.seq_len for piece in pieces):
+                pieces = [Piece(piece.ids[: data.seq_len], piece.marks[: data.seq_len]) for piece in pieces]
                 read["cut"] += 1
-            if (piece.marks & SCORED).any():
-                read["spoken"] += 1
-                yield piece
-            else:
-                read["silent"] += 1
+            pieces = [piece for piece in pieces if (piece.marks & SCORED).any()]
+            read["spoken" if pieces else "silent"] += 1
+            yield from pieces
 
 
 def fill_windows(pieces: Iterator[Piece], length: int, padding: int) -> Pieces:
@@ -153,65 +149,57 @@ def messages_of(value: Any, source: TextSource) -> list[dict[str, Any]]:
     return [{key: content for key, content in message.items() if content is not None} for message in value]
 
 
-def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> Piece:
-    """Return a conversation of `{role, content, ...}` as a piece; `name` is its source's, for errors.
+def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> list[Piece]:
+    """Return the pieces in which every turn of a conversation of `{role, content, ...}` is learnt once.
+
+    That is one, unless the template renders a turn otherwise once others follow. `name` is the source's, for
+    errors.
 
     Raises:
-        Refused: the template cannot render the conversation, or renders a turn differently once others
-            follow; names it.
+        Refused: the template cannot render the conversation, or leaves out what the assistant says; names it.
     """
-    if not messages:
-        return Piece(np.empty(0, np.int32), np.empty(0, np.uint8))
+    is_marked = _MARKED.search(tokenizer.get_chat_template()) is not None
+    special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
     try:
-        if _MARKED.search(tokenizer.get_chat_template()):
-            _render(messages, tokenizer, name)
-            encoded = tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True
-            )
-            spoken = np.asarray(encoded["assistant_masks"], dtype=bool)
-        else:
-            whole, turns = _turns(messages, tokenizer, name)
-            encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            is_spoken = np.zeros(len(whole) + 1, dtype=bool)
-            for start, end in turns:
-                is_spoken[start:end] = True
-            spoken = is_spoken[[start for start, _ in encoded["offset_mapping"]]]
+        found = rendered_turns(
+            messages,
+            lambda some, prompt: _render(some, tokenizer, name, prompt),
+            tuple(filter(None, {*tokenizer.all_special_tokens, *special})),
+            verbatim=not is_marked,
+        )
+        return [_piece(messages, each, tokenizer, is_marked=is_marked) for each in found]
     except Refused:
         raise
+    except Unrendered as left_out:
+        raise Refused(
+            f"the chat template leaves out what message {left_out.number} of {_named(messages, name)} says, "
+            "so there is nothing to learn; use a template that renders it"
+        ) from None
     except _FAILURES as error:
         reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
         raise Refused(f"the chat template cannot render {_named(messages, name)}: {reason}") from None
-    marks = np.where(spoken, SCORED, 0).astype(np.uint8)
+
+
+def _piece(messages: list[dict[str, Any]], found: Rendered, tokenizer: Any, *, is_marked: bool) -> Piece:
+    about: dict[str, Any] = {"return_offsets_mapping": True}
+    if is_marked:
+        encoded = tokenizer.apply_chat_template(
+            messages[: found.count],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs=about,
+        )
+    else:
+        encoded = tokenizer(found.text, add_special_tokens=False, verbose=False, **about)
+    is_learnt = np.zeros(len(found.text) + 1, dtype=bool)
+    for start, end in found.turns:
+        is_learnt[start:end] = True
+    learnt = is_learnt[[start for start, _ in encoded["offset_mapping"]]]
+    if is_marked:
+        learnt &= np.asarray(encoded["assistant_masks"], dtype=bool)
+    marks = np.where(learnt, SCORED, 0).astype(np.uint8)
     marks[:1] = START
     return Piece(np.asarray(encoded["input_ids"], dtype=np.int32), marks)
-
-
-def _turns(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered conversation, and begin and end of each of the assistant's turns in characters."""
-
-    def render(some: list[dict[str, Any]], prompt: bool) -> str:
-        return _render(some, tokenizer, name, prompt)
-
-    def opening(count: int) -> str:
-        if count:
-            return render(messages[:count], True)
-        one, other = (render([{**messages[0], "content": word}, *messages[1:]], False) for word in ("a", "b"))
-        pairs = enumerate(zip(one, other, strict=False))
-        changed = next((at for at, (mine, its) in pairs if mine != its), None)
-        return one[:changed]
-
-    whole, turns = render(messages, False), []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = opening(index), render(messages[: index + 1], False)
-            if not (whole.startswith(before) and whole.startswith(after)):
-                raise Refused(
-                    f"the chat template renders message {index + 1} of {_named(messages, name)} "
-                    "differently when others follow or when it prompts for it, so the assistant's words "
-                    "cannot be found; use a template that marks them with {% generation %}"
-                )
-            turns.append((len(before), len(after)))
-    return whole, turns
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any, name: str, prompt: bool = False) -> str:

@@ -161,9 +161,11 @@ def _tokenise(
         check_template(tokenizer)
         for value in values:
             try:
-                yield conversation(messages_of(value, source), tokenizer, source.source).ids
+                pieces = conversation(messages_of(value, source), tokenizer, source.source)
             except Refused as refusal:
                 refusals.append(refusal)
+            else:
+                yield from (piece.ids for piece in pieces)
         return
     around = ends(tokenizer, data.packing)
     for parts in read_ids(tokenizer, values):

@@ -1,12 +1,14 @@
 """Of a conversation only what the assistant says is predicted."""
 
 import json
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.data import chat
@@ -22,8 +24,76 @@ MARKED = (
     "<s>" + TURN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};{% endgeneration %}"
     "{% else %}{{ m['content'] }};{% endif %}" + PROMPT
 )
-# Drops what the assistant said before, as templates of models that think drop their thoughts.
-FORGETFUL = "<s>" + TURN + "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %};" + PROMPT
+SILENT = "<s>" + TURN + "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %};" + PROMPT
+TYPED = "<s>" + TURN + "{{ '' + m['content'] }};" + PROMPT
+# As families render turns: each is learnt behind the history as it looked when the turn was spoken.
+_TALK = [{"role": "system", "content": "S"}, *say("p", "a", "q", "b")]
+_ASSISTANT = "{% if m['role'] == 'assistant' %}"
+_LAST_THINKS = _ASSISTANT + "{% if loop.last %}<t></t>{% endif %}{% endif %}"
+_DROPS_THOUGHTS = _ASSISTANT + "{{ m['content'].split('</t>')[-1] }}{% else %}{{ m['content'] }}{% endif %}"
+FAMILIES = {
+    "thoughts of the last turn alone (Qwen3)": (
+        TURN + _LAST_THINKS + "{{ m['content'] }}<end>" + PROMPT,
+        _TALK,
+        [
+            "[system]S<end>[user]p<end>[assistant]{<t></t>a<end>}",
+            "[system]S<end>[user]p<end>[assistant]a<end>[user]q<end>[assistant]{<t></t>b<end>}",
+        ],
+    ),
+    "the same, where calls of tools follow each other": (
+        TURN
+        + _ASSISTANT
+        + "{% if not messages[loop.index:] | selectattr('role', 'equalto', 'user') | list %}"
+        "<t></t>{% endif %}{% endif %}{{ m['content'] }}<end>" + PROMPT,
+        [*say("p", "a"), {"role": "tool", "content": "r"}, {"role": "assistant", "content": "b"}],
+        ["[user]p<end>[assistant]{<t></t>a<end>}[tool]r<end>[assistant]{<t></t>b<end>}"],
+    ),
+    "thoughts that are prompted for and left out (R1)": (
+        "<s>"
+        + TURN
+        + _DROPS_THOUGHTS
+        + "<end>{% endfor %}{% if add_generation_prompt %}[assistant]<t>{% endif %}",
+        say("p", "<t>x</t>a", "q", "b"),
+        [
+            "<s>[user]p<end>[assistant]<t>{x</t>a<end>}",
+            "<s>[user]p<end>[assistant]a<end>[user]q<end>[assistant]{b<end>}",
+        ],
+    ),
+    "the system's words at the last question (Mistral)": (
+        "<s>{% for m in messages if m['role'] != 'system' %}{% if m['role'] == 'user' %}[user]"
+        "{% if m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}S {% endif %}"
+        "{{ m['content'] }}[/user]{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}",
+        _TALK,
+        ["<s>[user]S p[/user]{a<end>}", "<s>[user]p[/user]a<end>[user]S q[/user]{b<end>}"],
+    ),
+    "the next role ends a turn (GLM)": (
+        "<s>{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        say("p", "a", "q", "b"),
+        ["<s><user>p<assistant>{a<user>}q<assistant>{b<user>}"],
+    ),
+    "a mark behind the whole conversation (Phi-3)": (
+        TURN + "{{ m['content'] }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% else %}<eos>{% endif %}",
+        say("p", "a", "q", "b"),
+        ["[user]p<end>[assistant]{a<end>}[user]q<end>[assistant]{b<end><eos>}"],
+    ),
+    "a mark behind the last turn alone": (
+        TURN + "{{ m['content'] }}{% if loop.last %}<eos>{% endif %}" + PROMPT,
+        say("p", "a", "q", "b"),
+        ["[user]p[assistant]{a<eos>}", "[user]p[assistant]a[user]q[assistant]{b<eos>}"],
+    ),
+    "what others say last is not read": (PLAIN, say("p", "a", "q"), ["<s>[user]p;[assistant]{a;}"]),
+    "marked turns that change once others follow": (
+        TURN + _ASSISTANT + "{% if loop.last %}<t></t>{% endif %}{% generation %}{{ m['content'] }}<end>"
+        "{% endgeneration %}{% else %}{{ m['content'] }}<end>{% endif %}" + PROMPT,
+        say("p", "a", "q", "b"),
+        [
+            "[user]p<end>[assistant]<t></t>{a<end>}",
+            "[user]p<end>[assistant]a<end>[user]q<end>[assistant]<t></t>{b<end>}",
+        ],
+    ),
+}
 STRICT = (
     "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
 )
@@ -38,7 +108,7 @@ def tokenizer(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    ids, marks = conversation(
+    ((ids, marks),) = conversation(
         [{"role": "system", "content": "sys"}, *say("hi", "ho ho", "and", "so")], tokenizer, "a"
     )
     assert tokenizer.decode(ids) == "<s>[system]sys;[user]hi;[assistant]ho ho;[user]and;[assistant]so;"
@@ -50,10 +120,26 @@ def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) 
     assert [int(mark & START) for mark in marks] == [START] + [0] * (len(ids) - 1)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_are_learnt_as_they_looked_when_they_were_spoken(tokenizer: Any, family: str) -> None:
+    """Braces stand around what is learnt."""
+    tokenizer.chat_template, talk, expected = FAMILIES[family]
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=True) for mark in ("<end>", "<eos>", "<user>", "<assistant>")]
+    )
+    found = []
+    for ids, marks in conversation(talk, tokenizer, "a"):
+        runs = groupby(zip(ids, marks & SCORED, strict=True), itemgetter(1))
+        texts = [(tokenizer.decode([id for id, _ in run]), learnt) for learnt, run in runs]
+        found.append("".join(f"{{{text}}}" if learnt else text for text, learnt in texts))
+    assert found == expected
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_assistant_may_speak_first(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    ids, marks = conversation([{"role": "assistant", "content": "a b"}, *say("hi", "ho")], tokenizer, "a")
+    talk = [{"role": "assistant", "content": "a b"}, *say("hi", "ho")]
+    ((ids, marks),) = conversation(talk, tokenizer, "a")
     assert tokenizer.decode(ids) == "<s>[assistant]a b;[user]hi;[assistant]ho;"
     learnt = "".join(
         tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
@@ -86,7 +172,7 @@ def test_conversations_that_a_template_refuses_are_left_out(
         'begins with {"role": "assistant", "content": "a"}: the user speaks first: 1 of 3 read'
         in " ".join(said.split())
     )
-    assert len(conversation(messages_of(rows[3], data.sources[0]), tokenizer, "a").ids) == 0
+    assert conversation(messages_of(rows[3], data.sources[0]), tokenizer, "a") == []
     (tmp_path / "a.jsonl").write_text((json.dumps({"talk": rows[0]}) + "\n") * 200)
     monkeypatch.setattr(chat, "conversation", lambda *given: (seen.append(given), conversation(*given))[1])
     with pytest.raises(InvalidInput, match="the user speaks first"):
@@ -101,13 +187,13 @@ def test_conversations_that_a_template_refuses_are_left_out(
         [{"from": "human", "value": "q"}],
         [{"role": None, "content": "q"}],
         {"role": ["user"], "content": ["a", "b"]},
-        say("q", "a", "q", "a"),  # rendered differently once others follow
+        [*say("q"), {"role": "assistant", "content": 1}],
     ],
 )
 def test_one_unusable_row_does_not_end_a_run(
     row: Any, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer.chat_template = FORGETFUL
+    tokenizer.chat_template = TYPED
     rows = [say("q", "a")] * 200
     rows.insert(150, row)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
@@ -223,9 +309,9 @@ def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
     for template, rows, message in (
         (None, talks, "has no chat template, which defines how a conversation is written"),
         (
-            FORGETFUL,
+            SILENT,
             talks,
-            r"renders message 2 of the conversation .* differently .* marks them with \{% generation %\}",
+            "leaves out what message 2 of the conversation .* says, so there is nothing to learn",
         ),
         (
             STRICT,
