@@ -81,7 +81,12 @@ class EvalRequest(SuiteSettings, Options):
                     option = option_name(type(self), field)
                     raise ValueError(f"{option} belongs to the suite {name}, which --suite does not name")
         self.all_suites()
-        reading = [name for name in self.suites if SUITES[name].reads_text]
+        asked = {name: SUITES[name] for name in self.suites}
+        reading = [
+            name
+            for name, suite in asked.items()
+            if suite.reads_text and not (suite.instead and getattr(self, suite.instead))
+        ]
         if self.text is None and reading:
             told = f"the suites {', '.join(reading)} read a text; choose one with --text, for example stdlib"
             if local_directory(self.model) is None:

@@ -209,7 +209,8 @@ def evaluate(
         directory: the checkpoint, a directory or a Hub id.
         text: a protocol such as `wikitext2-gptq-2048`, `stdlib`, or a file: UTF-8, or rows with documents
             in a field `text` (.jsonl, .json, .parquet), also compressed; None if no suite reads one.
-        suites: what to measure: `ppl`, `fidelity`, `cache`, `speed`, `retrieval`, `ruler`, `tasks`.
+        suites: what to measure: `ppl`, `fidelity`, `cache`, `speed`, `retrieval`, `ruler`, `generation`,
+            `tasks`.
         teacher: the model to compare with; by default the source named in kvfold.json.
         out: a file for the JSON report, from which an interrupted evaluation is resumed.
         progress: called with a description, how many items are done and how many there are.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.cost_blocks import CacheBlock
-from ...checkpoints.quality_blocks import Estimate, FidelityBlock, PerplexityBlock
+from ...checkpoints.quality_blocks import Estimate, FidelityBlock, GenerationBlock, PerplexityBlock
 from .canvas import LIGHT, brief, figure, legend, plain_log, series, tip
 from .groups import Group
 from .records import Found
@@ -257,6 +257,27 @@ def kl_by_position(group: Group) -> "Figure | None":
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set(xlabel="preceding tokens in the window", ylabel="KL to the source, nats")
+    legend(drawn, axes)
+    return drawn
+
+
+def agreement_by_length(group: Group) -> "Figure | None":
+    """Draw the share of greedy texts that begin as the source's do, by the number of tokens."""
+    measured = [
+        (number, one, found.difference.agreement)
+        for number, one, found in group.measured("generation", GenerationBlock)
+        if found.difference is not None
+    ]
+    if not measured:
+        return None
+    drawn, axes = figure(3.4)
+    for number, one, agreement in measured:
+        _line(axes, [(float(tokens), share) for tokens, share in agreement.items()], one, number)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set_ylim(0, 1)
+    axes.set(xlabel="tokens written", ylabel="share of texts that are still the source's")
     legend(drawn, axes)
     return drawn
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...checkpoints.cost_blocks import CacheBlock, SpeedBlock
-from ...checkpoints.quality_blocks import FidelityBlock, NeedleMap, RetrievalBlock, SuiteBlock
+from ...checkpoints.quality_blocks import (
+    FidelityBlock,
+    GenerationBlock,
+    GenerationDifference,
+    NeedleMap,
+    RetrievalBlock,
+    SuiteBlock,
+)
 from . import depth, quality, runs, tables
 from .groups import Group
 from .records import Found, command
@@ -53,6 +60,7 @@ def sections(group: Group) -> tuple[PageSection, ...]:
         _fidelity(group),
         _layers(group),
         _needles(group),
+        _generation(group),
         _tasks(group),
         _training(group),
         _speed(group),
@@ -145,6 +153,43 @@ def _needles(group: Group) -> PageSection:
         tuple(found_tables),
         _lacking(group, _without(group, "retrieval", RetrievalBlock), "needles", "--suite retrieval"),
     )
+
+
+def _generation(group: Group) -> PageSection:
+    table = tables.generation(group)
+    verdicts = [
+        f"{one.label} {verdict(found.difference)}"
+        for _, one, found in group.measured("generation", GenerationBlock)
+        if found.difference is not None
+    ]
+    return PageSection(
+        "When it speaks",
+        "What the models write, with the same prompts and random numbers. The KL on drawn text is the mean "
+        f"of log p - log q of the tokens that p drew. {' '.join(verdicts)}".strip(),
+        _charts(("agreement", "Greedy text that is still the source's", quality.agreement_by_length(group))),
+        () if table is None else (table,),
+        _lacking(
+            group, _without(group, "generation", GenerationBlock), "text", f"{_TEXT} --suite generation"
+        ),
+    )
+
+
+def verdict(found: GenerationDifference) -> str:
+    """Return in a sentence how a checkpoint writes next to its source."""
+    parts = [f"writes {found.kl_own_text.mean:.3g} nats per token from what its source would"]
+    if found.right is not None:
+        points = 100 * found.right.mean
+        noise = (
+            ""
+            if found.right.low is None or not found.right.low <= 0 <= (found.right.high or 0)
+            else (" (within the noise)")
+        )
+        worse = "worse" if points < 0 else "better"
+        parts.append(f"answers {abs(points):.1f} points {worse}{noise}")
+    if found.length is not None:
+        change = found.length.mean - 1
+        parts.append(f"its answers are {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
+    return "; ".join(parts) + "."
 
 
 def _any_found(measured: Iterable[tuple[int, Found, RetrievalBlock]], kind: str) -> bool:

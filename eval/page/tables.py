@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ...checkpoints.cost_blocks import CacheBlock, Quartiles, SpeedBlock
 from ...checkpoints.quality_blocks import (
     Estimate,
+    GenerationBlock,
     NeedleMap,
     PerplexityBlock,
     RetrievalBlock,
@@ -219,6 +220,29 @@ def ruler(group: Group) -> Table | None:
                 scores = (_cell(model.accuracy[task][number] if model else None, ".0%") for model in models)
                 rows.append(_row(one.label, task, _cell(length, ","), *scores))
     return Table("RULER", ("checkpoint", "task", "tokens", "score", "source"), tuple(rows)) if rows else None
+
+
+def generation(group: Group) -> Table | None:
+    """Return what checkpoints write, next to their source; None where nothing was written."""
+    columns = (
+        "checkpoint",
+        "answers right",
+        "source's",
+        "difference",
+        "do not end",
+        "length / source's",
+        "runs repeated",
+        "KL on its own text",
+        "KL on the source's",
+    )
+    rows = []
+    for _, one, found in group.measured("generation", GenerationBlock):
+        source, apart = found.teacher, found.difference
+        own = (found.student.right, source.right if source else None, apart.right if apart else None)
+        length = apart.length if apart else None
+        kls = (apart.kl_own_text, apart.kl_teacher_text) if apart else (None, None)
+        rows.append(_row(one.label, *own, found.student.endless, length, found.student.repeated, *kls))
+    return Table("What is written", columns, tuple(rows)) if rows else None
 
 
 def tasks(group: Group) -> Table | None:

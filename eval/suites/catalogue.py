@@ -98,6 +98,22 @@ class RulerSettings(Settings):
     """ruler: seed of the prompts."""
 
 
+class GenerationSettings(Settings):
+    """Options of the suite `generation`."""
+
+    prompts: Annotated[Place, Option(metavar="FILE")] | None = None
+    """generation: texts to continue: rows with `prompt`, a text, or `messages`, a conversation to answer.
+    Default: beginnings of windows of --text."""
+    generation_prompts: int = Field(default=32, ge=1)
+    """generation: texts at most that are continued."""
+    generation_tokens: int = Field(default=128, ge=1)
+    """generation: tokens of a continuation. Default: 128, or what the models' positions leave."""
+    generation_questions: int = Field(default=16, ge=0)
+    """generation: questions per task: sums, sorting, copying, looking up."""
+    generation_seed: int = Field(default=0, le=LARGEST_SEED)
+    """generation: seed of the questions and of what is drawn."""
+
+
 def _none_empty(names: tuple[str, ...]) -> tuple[str, ...]:
     named = tuple(name for name in names if name)
     if not named:
@@ -121,7 +137,9 @@ class TasksSettings(Settings):
     """tasks: cache of each model's scores, by the hash of its weights."""
 
 
-class SuiteSettings(TasksSettings, RulerSettings, RetrievalSettings, SpeedSettings, CacheSettings):
+class SuiteSettings(
+    TasksSettings, GenerationSettings, RulerSettings, RetrievalSettings, SpeedSettings, CacheSettings
+):
     """The options of all suites."""
 
 
@@ -133,6 +151,7 @@ class Suite:
         module: the file, without `.py`.
         summary: a few words for --help.
         reads_text: it needs --text.
+        instead: one of its own settings that takes the place of --text.
         on_all_ranks: every process of a launcher takes part; otherwise rank 0 measures alone.
         settings: its own options, a base of `SuiteSettings`; `subject.asked` gives their values.
         shorter: what makes its own prompts shorter, as an advice where memory is full; empty: nothing does.
@@ -141,6 +160,7 @@ class Suite:
     module: str
     summary: str
     reads_text: bool = False
+    instead: str = ""
     on_all_ranks: bool = False
     settings: type[Settings] = Settings
     shorter: str = ""
@@ -172,6 +192,14 @@ SUITES = {
         summary="generated tasks of RULER over long texts",
         shorter="smaller --ruler-lengths",
         settings=RulerSettings,
+    ),
+    "generation": Suite(
+        module="generation",
+        summary="what the models write: answers right, agreement, KL on their own text",
+        reads_text=True,
+        instead="prompts",
+        shorter="a smaller --generation-tokens",
+        settings=GenerationSettings,
     ),
     "tasks": Suite(module="tasks", summary="benchmarks of lm-evaluation-harness", settings=TasksSettings),
 }

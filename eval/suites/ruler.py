@@ -2,25 +2,18 @@
 
 The tasks are those of RULER that need no download (ruler_tasks.py). An answer is generated greedily; its
 score is the share of the wanted strings that it contains.
-
-Legend: B prompts of a batch.
 """
 
 import hashlib
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
-
-import torch
-from torch import Tensor
 
 from ...checkpoints.quality_blocks import RulerBlock, RulerScores
 from ...core.console import notice, progress
-from ...models.causal_lm import Loaded
 from ..estimate import proportion, proportion_difference
 from ..subject import Subject
 from .catalogue import RulerSettings
-from .decoding import greedy, read, read_prompts
+from .decoding import write
 from .haystack import prose
 from .ruler_tasks import TASKS, NoRoom, RulerPrompt, RulerTasks, no_room, score
 
@@ -80,32 +73,15 @@ def measure(subject: Subject) -> RulerBlock:
     )
 
 
-@torch.inference_mode()
 def _ask(subject: Subject, role: str, prompts: Sequence[RulerPrompt]) -> list[float]:
-    """Return the score of each prompt; prompts of one length are read together."""
-    loaded, size = subject.load(role), subject.options.batch_size
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-    found = [0.0] * len(prompts)
-    for _, same in groupby(order, key=lambda number: len(prompts[number].ids)):
-        numbers_B = list(same)
-        for start in range(0, len(numbers_B), size):
-            batch = numbers_B[start : start + size]
-            ids_BP = torch.tensor([prompts[number].ids for number in batch], device=loaded.device)
-            steps = max(prompts[number].steps for number in batch)
-            for number, answer_T in zip(batch, _continued(loaded, ids_BP, steps, role), strict=True):
-                prompt = prompts[number]
-                found[number] = score(loaded.tokenizer.decode(answer_T[: prompt.steps]), prompt.answers)
-    return found
-
-
-def _continued(loaded: Loaded, ids_BP: Tensor, steps: int, role: str) -> Tensor:
-    """Return the tokens (B, steps) that a model writes behind prompts; their cache is freed."""
-    logits_BKV, cache = read_prompts(loaded, ids_BP, role)
-    generated = [greedy(logits_BKV)]
-    while len(generated) < steps:
-        logits_BKV, cache = read(loaded, generated[-1].to(loaded.device), cache, last=1)
-        generated.append(greedy(logits_BKV))
-    return torch.cat(generated, 1)
+    """Return the score of each prompt."""
+    loaded = subject.load(role)
+    ids, steps = [prompt.ids for prompt in prompts], [prompt.steps for prompt in prompts]
+    answers = write(loaded, ids, steps, subject.options.batch_size, role)
+    return [
+        score(loaded.tokenizer.decode(answer), prompt.answers)
+        for answer, prompt in zip(answers, prompts, strict=True)
+    ]
 
 
 def _scores(found: Found, lengths: int) -> RulerScores:

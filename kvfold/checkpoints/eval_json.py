@@ -16,6 +16,7 @@ from .cost_blocks import CacheBlock, SpeedBlock
 from .quality_blocks import (
     FidelityBlock,
     FiniteNumbers,
+    GenerationBlock,
     PerplexityBlock,
     RetrievalBlock,
     RulerBlock,
@@ -35,6 +36,7 @@ BLOCKS: dict[str, type[SuiteBlock]] = {
     "speed": SpeedBlock,
     "retrieval": RetrievalBlock,
     "ruler": RulerBlock,
+    "generation": GenerationBlock,
     "tasks": TasksBlock,
 }
 T = TypeVar("T")

@@ -306,6 +306,91 @@ class RulerBlock(SuiteBlock):
 
 
 @dataclass(frozen=True)
+class ModelGeneration:
+    """What one model writes.
+
+    Attributes:
+        right: share of questions answered right; None where no question fits into the models' positions.
+        by_task: the same by task.
+        length: tokens of an answer, its end included.
+        endless: share of answers that do not end.
+        repeated: share of a greedy text's runs of four tokens that stood in it before.
+        nll: nats per token of its own drawn text, by itself.
+    """
+
+    right: Estimate | None
+    by_task: dict[str, Estimate]
+    length: Estimate | None
+    endless: Estimate | None
+    repeated: Estimate
+    nll: Estimate
+
+
+@dataclass(frozen=True)
+class PartingRate:
+    """How often greedy texts part where the teacher's entropy is at most `entropy` nats.
+
+    Tokens count in the first of the table's rows that holds them, `tokens` in all.
+    """
+
+    entropy: float
+    rate: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GenerationDifference:
+    """A model against its teacher, on the same prompts with the same chances.
+
+    Attributes:
+        right: share of questions answered right, student - teacher; None where there are none.
+        kept: share of the answers that the teacher gets right which are right here too.
+        length: tokens of an answer, student / teacher, over questions that both answer to an end.
+        agreement: share of greedy texts whose first N tokens are the teacher's, by `N`.
+        parting: the median place, from 0, of the first token that differs; None where most texts agree.
+        parting_by_entropy: how often they part at the next token, by quartile of the teacher's entropy.
+        kl_own_text: KL(student || teacher) per token on text that the student draws, nats.
+        kl_teacher_text: KL(teacher || student) per token on text that the teacher draws, nats.
+    """
+
+    right: Estimate | None
+    kept: Estimate | None
+    length: Estimate | None
+    agreement: dict[str, Estimate]
+    parting: float | None
+    parting_by_entropy: tuple[PartingRate, ...]
+    kl_own_text: Estimate
+    kl_teacher_text: Estimate
+
+
+@dataclass(frozen=True)
+class GenerationBlock(SuiteBlock):
+    """The block of the suite `generation`.
+
+    Attributes:
+        prompts: number of texts that are continued.
+        prompts_sha256: hash of their tokens.
+        questions: number of questions.
+        tokens: tokens of a continuation.
+        seed: seed of questions and chances.
+        student, teacher, parent: the models.
+        difference: student against teacher; None without one.
+        parent_difference: the folded parent against the teacher.
+    """
+
+    prompts: int
+    prompts_sha256: str
+    questions: int
+    tokens: int
+    seed: int
+    student: ModelGeneration
+    teacher: ModelGeneration | None
+    parent: ModelGeneration | None
+    difference: GenerationDifference | None
+    parent_difference: GenerationDifference | None
+
+
+@dataclass(frozen=True)
 class AnswerFlips:
     """Documents whose answers differ between the models.
 

@@ -88,6 +88,10 @@ class RowsRequest:
     is_downloaded: bool = False
 
 
+class NoField(InvalidInput):
+    """Rows lack the field that holds documents."""
+
+
 class NoDocuments(InvalidInput):
     """A source without a single row."""
 
@@ -139,7 +143,7 @@ def read_batches(source: DocumentSource, seed: int | None, batch: int = BATCH) -
             advice = f"it has {fields}; rename the field with the documents to {source.field!r}"
             if source.field_option:
                 advice = f"{source.field_option} can be {fields}"
-            raise InvalidInput(f"{source.called} has no field {source.field!r}; {advice}")
+            raise NoField(f"{source.called} has no field {source.field!r}; {advice}")
         if request.name != _PLAIN:
             yield columns
             continue

@@ -204,6 +204,25 @@ def write_checkpoint(
     return directory
 
 
+def generation(right: float) -> dict[str, Any]:
+    """What a checkpoint wrote that answers a share of the questions, all of which its source answers."""
+    model = {
+        "right": estimate(right), "by_task": {"sorting": estimate(right)}, "length": estimate(12.0),
+        "endless": estimate(0.0), "repeated": estimate(0.2), "nll": estimate(1.5),
+    }  # fmt: skip
+    difference = {
+        "right": estimate(right - 1), "kept": estimate(right), "length": estimate(1.25),
+        "agreement": {"1": estimate(0.9), "8": estimate(0.5)}, "parting": 6.5,
+        "parting_by_entropy": [{"entropy": 0.5, "rate": 0.01, "tokens": 100}],
+        "kl_own_text": estimate(0.0375), "kl_teacher_text": estimate(0.04),
+    }  # fmt: skip
+    return {
+        "prompts": 9, "prompts_sha256": "ab" * 32, "questions": 16, "tokens": 32, "seed": 0,
+        "student": model, "teacher": model | {"right": estimate(1.0)}, "parent": None,
+        "difference": difference, "parent_difference": None,
+    }  # fmt: skip
+
+
 def report(
     directory: Path, found: dict[str, Any], source: str | None = "source", text: str | None = "a text"
 ) -> dict[str, Any]:
@@ -235,7 +254,12 @@ def report(
 
 def write_example(root: Path) -> list[Path]:
     """Folds of one source, one of them distilled, with everything that a page can show."""
-    everything = {"speed": speed(), "retrieval": retrieval(0.5), "tasks": tasks()}
+    everything = {
+        "speed": speed(),
+        "retrieval": retrieval(0.5),
+        "tasks": tasks(),
+        "generation": generation(0.75),
+    }
     half = write_checkpoint(root / "half", suites(10.5, 32, 0.02) | everything, kept=record())
     quarter = write_checkpoint(root / "quarter", suites(12.0, 16), kept=record("gqa"))
     distilled = write_checkpoint(

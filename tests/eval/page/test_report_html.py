@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import warnings
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,25 @@ import pytest
 from click.testing import CliRunner
 
 from kvfold.checkpoints.eval_json import BLOCKS
+from kvfold.checkpoints.quality_blocks import Estimate, GenerationBlock
 from kvfold.cli import main
+from kvfold.core.type_adapters import type_adapter
 from kvfold.eval.cli import main as evaluate
 from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
 from kvfold.eval.page.quality import bounds, points_by_bytes
+from kvfold.eval.page.sections import verdict
 
-from ...support.pages import NEEDS_EXTRA, record, report, run_report, suites, write_checkpoint, write_example
+from ...support.pages import (
+    NEEDS_EXTRA,
+    generation,
+    record,
+    report,
+    run_report,
+    suites,
+    write_checkpoint,
+    write_example,
+)
 from ..conftest import Make
 
 pytestmark = NEEDS_EXTRA
@@ -308,3 +321,22 @@ def test_error_bars_are_of_the_paired_ratio(tmp_path: Path) -> None:
     )
     assert bounds(paired) == pytest.approx((10 * 1.18, 10 * 1.22))
     assert bounds(alone) == pytest.approx((math.exp(2.48), math.exp(2.52)))
+
+
+@pytest.mark.parametrize(
+    ("right", "length", "said"),
+    [
+        ((-0.25, 0.01), 1.25, "answers 25.0 points worse; its answers are 25% longer."),
+        ((0.01, 0.02), 0.96, "answers 1.0 points better (within the noise); its answers are 4% shorter."),
+    ],
+)
+def test_a_sentence_says_how_a_checkpoint_writes(
+    right: tuple[float, float], length: float, said: str
+) -> None:
+    mean, error = right
+    found = type_adapter(GenerationBlock).validate_python(generation(0.75)).difference
+    assert found is not None
+    changed = replace(
+        found, right=Estimate(mean, error, mean - 2 * error, mean + 2 * error), length=Estimate(length)
+    )
+    assert verdict(changed) == f"writes 0.0375 nats per token from what its source would; {said}"
