@@ -84,7 +84,11 @@ def _summary(folded: "Folded") -> str:
     before, after = (cache[side]["elements_per_token_per_layer"] for side in ("before", "after"))
     loss = folded.predicted_loss
     cost = "" if loss is None else f", predicted loss {loss:.4f} nats per token"
-    if loss is not None and loss > LARGE:
+    measured = record.get("measured_kl")
+    if measured is not None:
+        tokens = measured["sequences"] * measured["length"]
+        cost += f", KL {measured['kl']:.4f} on {tokens:,} held-back tokens of its calibration text"
+    elif loss is not None and loss > LARGE:
         cost += " (summed over layers measured alone; together they may lose several times that)"
     stored = record.get("cache_dtype", {})
     if "predicted_loss" in stored:
@@ -96,6 +100,9 @@ def _summary(folded: "Folded") -> str:
     place = shlex.quote(str(folded.directory))
     is_exact = record["request"].get("rank") == "full" or (loss is not None and loss < EXACT)
     train = f"\nor train it: kvfold distill {place}"
+    again = ""
+    if (record.get("calibration") or {}).get("text") == "self":
+        again = "\nor fold again with --calibration FILE: text like what it will read often lets it lose less"
     if is_multimodal(read_checkpoint_config(folded.directory)):
         train = (
             "\nor train its text tower: kvfold convert --text-only, then kvfold distill and kvfold assemble"
@@ -103,7 +110,7 @@ def _summary(folded: "Folded") -> str:
     return (
         f"{folded.directory}: {record['target']['name'].upper()} by {record['method']}, cache {before} -> "
         f"{after} elements per token and layer ({cache['ratio']:.1%}){cost}\n"
-        f"Next: kvfold eval {place} --text FILE{as_stored}{'' if is_exact else train}"
+        f"Next: kvfold eval {place} --text FILE{as_stored}{'' if is_exact else train + again}"
     )
 
 

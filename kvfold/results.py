@@ -53,6 +53,15 @@ class Folded(Tabular):
         loss = self.record["predicted_loss"]
         return None if loss is None else float(loss)
 
+    @property
+    def measured_kl(self) -> float | None:
+        """KL from the source in nats per token, on calibration text held back from the fit.
+
+        None where there was no such text, or both models did not fit into memory.
+        """
+        measured = self.record.get("measured_kl")
+        return None if measured is None else float(measured["kl"])
+
     @public
     def load(self, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto") -> Any:
         """Return the checkpoint as a transformers model in eval mode.
@@ -104,6 +113,8 @@ class Folded(Tabular):
             rows.append(("layers", f"{show_kinds(kinds)}; the cache is that of layers that attend"))
         if self.predicted_loss is not None:
             rows.append(("predicted loss", f"{self.predicted_loss:.4f} nats per token"))
+        if self.measured_kl is not None:
+            rows.append(("KL, held-back calibration text", f"{self.measured_kl:.4f} nats per token"))
         rows += [("note", text) for text in self.notices]
         return Grid(str(self.directory), ("", ""), rows)
 

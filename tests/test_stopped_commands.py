@@ -22,8 +22,8 @@ _SERVER = WarmServer(
 FOLD = ("--to", "gqa", "--kv-heads", "2", "--calibration", "none", "--verify", "none")
 OPERATIONS = {
     "convert": (
-        "os.mkdir out.partial", "os.rename out.partial/journal.jsonl.partial", "open out.partial/journal.jsonl",
-        "open out.partial/model/model-of.safetensors", "os.rename out.partial/model", "os.remove out.partial/lock",
+        "os.mkdir out.partial", "os.rename out.partial/journal.jsonl.partial", "open journal.jsonl",
+        "open model-of.safetensors", "os.rename out.partial/model", "os.remove out.partial/lock",
         "os.rmdir out.partial",
     ),
     "tower": (

@@ -133,7 +133,7 @@ def study(
         if place is not None and place.exists() and read_run(place) == run[:RUN_DIGITS]:
             notice("the statistics of the interrupted run are used as they are")
             return _loaded(place, work)
-        model = LayeredModel(source.checkpoint) if layerwise else _whole_model(source.checkpoint)
+        model = LayeredModel(source.checkpoint) if layerwise else whole_model(source.checkpoint)
     own_BT, end = None, None
     if own:
         how: dict[str, Any] = {"sequences": sequences - count, "length": length, "seed": seed}
@@ -152,7 +152,7 @@ def study(
     return statistics
 
 
-def _whole_model(checkpoint: Checkpoint) -> Any:
+def whole_model(checkpoint: Checkpoint) -> Any:
     """Load a source as `load_model` does, also where its weight files lie in another directory."""
     directory = checkpoint.directory
     if checkpoint.is_in_place:

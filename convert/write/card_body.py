@@ -148,6 +148,13 @@ def _measured(record: dict[str, Any], evaluation: EvalReport | None, *, further:
         f"Predicted on calibration text, before any training: {predicted:.4f} nats per token lost. "
         "Every layer was measured alone, so this number ranks folds and does not measure the model."
     )  # fmt: skip
+    measured = None if further else record.get("measured_kl")
+    if measured is not None:
+        tokens = measured["sequences"] * measured["length"]
+        words += (
+            f" On {tokens:,} tokens of that text, held back from the fit, the predictions of the whole fold "
+            f"were {measured['kl']:.4f} nats per token (KL) from the source's; other text may lose more."
+        )
     stored = record.get("cache_dtype") or {}
     if words and stored.get("predicted_loss") is not None and stored.get("unprepared") is not None:
         words += (

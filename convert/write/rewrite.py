@@ -39,6 +39,7 @@ from ..layer.fold import fold
 from ..layer.threads import FEWER, fold_threads
 from ..methods import table as methods
 from ..request import FoldRequest
+from .joint_loss import measured_kl
 from .model_card import write_card
 
 _SYNC = 1.0  # seconds between two times that small units are forced to the disk
@@ -276,7 +277,8 @@ def _complete(plan: Plan, partial: Path, record: dict[str, Any]) -> dict[str, An
         content = checkpoint.modelopt_file_for(modules)
         if content is not None:  # the second place of ModelOpt's configuration
             write_json(partial / MODELOPT_FILE, content)
-    record = write_record(partial, record)
+    measured = measured_kl(plan, partial)
+    record = write_record(partial, record if measured is None else {**record, "measured_kl": measured})
     write_card(partial, record)
     return record
 

@@ -70,6 +70,15 @@ class RecordedCalibration(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedKL(RecordPart):
+    """The KL of a fold from its source, nats per token, on calibration text held back from the fit."""
+
+    kl: float
+    sequences: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedFormat(RecordPart):
     """The number format that a cache is prepared for, and predicted losses with it."""
 
@@ -123,6 +132,7 @@ class Recorded(RecordPart):
     method: str = ""
     calibration: RecordedCalibration | None = None
     predicted_loss: float | None = None
+    measured_kl: RecordedKL | None = None
     cache_dtype: RecordedFormat | None = None
     layers: list[dict[str, Any]] = field(default_factory=list)
     container: str = ""

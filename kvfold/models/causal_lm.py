@@ -156,7 +156,7 @@ def _check_class(directory: Path, config: Any, *, multimodal: bool = False) -> N
 
 
 def load_model(directory: Path) -> Any:
-    """Load a local checkpoint for statistics: float32, eager attention, eval mode, on this process's device.
+    """Load a local checkpoint without its tokenizer: float32, eager attention, on this process's device.
 
     Raises:
         InvalidInput: it cannot be loaded whole.
@@ -164,7 +164,7 @@ def load_model(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = _read_weights(
-        AutoModelForCausalLM,
+        _own_class() if carries_own_code(directory) else AutoModelForCausalLM,
         directory,
         hide_progress=True,
         trust_remote_code=False,

@@ -311,7 +311,7 @@ def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are
     (tmp_path / "out.partial" / "mine").touch()
     free = tmp_path / "free"
     words = [str(source), *MLA, "--calibration", "self"]
-    monkeypatch.setattr(study, "_whole_model", lambda *_: pytest.fail("statistics were taken"))
+    monkeypatch.setattr(study, "whole_model", lambda *_: pytest.fail("statistics were taken"))
     for more, sentence in (
         (
             ("--out", str(tmp_path / "out")),

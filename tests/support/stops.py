@@ -43,6 +43,8 @@ def operation(event: str, arguments: Sequence[Any], place: Path) -> str | None:
     opened = arguments[position] if position is not None and len(arguments) > position else None
     if isinstance(opened, int) and opened >= 0:
         name = os.path.join(os.readlink(f"/proc/self/fd/{opened}"), name)
+    elif os.path.basename(name) == name and event == "open":
+        return f"open {name}"  # in a directory that is held, of which Python does not tell
     path = os.path.abspath(name)
     if not path.startswith(f"{place}/") or (event == "os.remove" and not os.path.lexists(path)):
         return None

@@ -90,9 +90,9 @@ def test_a_run_goes_on_wherever_it_was_stopped(recipe: Recipe, tmp_path: Path) -
         "os.rename cache/hidden.safetensors.partial",
         "open out.partial/best/step.partial",
         "os.rename out.partial/final",
-        "open out.partial/journal.jsonl.partial",
+        "open journal.jsonl.partial",
         "os.rename out.partial/journal.jsonl.partial",
-        "open out.partial/journal.jsonl",
+        "open journal.jsonl",
         "os.remove out.partial/journal.jsonl",
         "os.remove out.partial/lock",
     ):
