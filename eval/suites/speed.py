@@ -35,12 +35,11 @@ _ROLES = ("student", "teacher")  # the folded parent has the student's shapes
 
 def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
-    blank = [""] * (len(roles) - 1)
     lines = []
     for cell in found.cells:
         name = f"{cell.batch} x {cell.context} tokens"
         if cell.skipped is not None:
-            lines.append([f"speed, {name}", f"skipped: {cell.skipped}", *blank])
+            lines.append([f"speed, {name}", f"skipped: {cell.skipped}"])
             continue
         numbers: dict[str, Callable[[ModelSpeed], object]] = {
             f"prefill, {name}, tokens/s": lambda speed: speed.prefill.tokens_per_second,
@@ -52,8 +51,8 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
         for label, number in numbers.items():
             lines.append([label, *(str(number(timing)) if timing else "" for timing in timings)])
         if cell.prefill_speedup and cell.decode_speedup:
-            lines.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup), *blank])
-            lines.append(["  times as fast as the teacher, decode", str(cell.decode_speedup), *blank])
+            lines.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup)])
+            lines.append(["  times as fast as the teacher, decode", str(cell.decode_speedup)])
     return lines
 
 

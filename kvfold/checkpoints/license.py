@@ -33,7 +33,12 @@ def license_of(directory: Path, source: Path, cards: Iterable[Mapping[str, Any]]
     for place in (directory, source):
         for file in sorted(place.glob("LICENSE*")):
             if is_readable(file, place):
-                return _named(file)
+                with file.open("rb") as stream:
+                    head = stream.read(2000).decode("utf-8", errors="replace")
+                for text, name in _TEXTS:
+                    if text.search(head):
+                        return {"license": name}
+                return {"license": "other", "license_link": file.name}
     return {}
 
 
@@ -41,15 +46,6 @@ def _is_named(value: Any) -> bool:
     """Return whether a field of a licence holds what the Hub accepts there: a text, or a list of texts."""
     texts = value if isinstance(value, list) else [value]
     return bool(texts) and all(isinstance(text, str) and text for text in texts)
-
-
-def _named(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        head = stream.read(2000).decode("utf-8", errors="replace")
-    for text, name in _TEXTS:
-        if text.search(head):
-            return {"license": name}
-    return {"license": "other", "license_link": file.name}
 
 
 def _config(source: Path) -> Mapping[str, Any]:

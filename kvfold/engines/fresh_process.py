@@ -87,8 +87,9 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         if done.returncode == -signal.SIGKILL:
-            lines = _raised_elsewhere(lines)
-            if not lines:
+            # SGLang kills itself after its scheduler, another process, has raised and told so.
+            lines = [line for line in lines if _RAISED.match(line)]
+            if not lines or "sigquit" not in done.stderr.lower():
                 raise NotRun("the run was killed, usually by the system for lack of memory")
         lack = lack_of("\n".join(lines))
         if lack is not None:
@@ -97,16 +98,6 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
             "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
         }
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _raised_elsewhere(lines: list[str]) -> list[str]:
-    """Return what SGLang's scheduler raised, a process after whose end SGLang kills itself.
-
-    `lines` are of stderr. Unless one of them tells of that end, something else killed the process, and
-    nothing is returned.
-    """
-    is_ended = any("sigquit" in line.lower() for line in lines)
-    return [line for line in lines if _RAISED.match(line)] if is_ended else []
 
 
 @dataclass(frozen=True)

@@ -135,26 +135,6 @@ class CallRecorder:
         return hidden_BSD if self._rest is None else (hidden_BSD, *self._rest)
 
 
-def _check_apart(model: Any, *, has_ids: bool) -> None:
-    """Refuse to run layers one by one that read another layer's cache, or embeddings that are not there.
-
-    Raises:
-        InvalidInput: its layers do.
-    """
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if getattr(config, "num_kv_shared_layers", None):
-        raise InvalidInput(
-            f"the last layers of {name} read keys and values of earlier ones, so kvfold cannot run its "
-            "layers one by one"
-        )
-    if not has_ids and getattr(config, "hidden_size_per_layer_input", None):
-        raise InvalidInput(
-            f"every layer of {name} reads embeddings of the tokens, so kvfold cannot run its layers one by "
-            "one without them in memory"
-        )
-
-
 class Decoder:
     """The decoder layers of a causal language model and the attention module in each.
 
@@ -204,7 +184,18 @@ class Decoder:
         Raises:
             InvalidInput: a layer of the model needs more than the call and its input.
         """
-        _check_apart(self.model, has_ids="inputs_embeds" not in inputs)
+        config = self.model.config.get_text_config()
+        name = type(self.model).__name__
+        if getattr(config, "num_kv_shared_layers", None):
+            raise InvalidInput(
+                f"the last layers of {name} read keys and values of earlier ones, so kvfold cannot run its "
+                "layers one by one"
+            )
+        if "inputs_embeds" in inputs and getattr(config, "hidden_size_per_layer_input", None):
+            raise InvalidInput(
+                f"every layer of {name} reads embeddings of the tokens, so kvfold cannot run its layers one "
+                "by one without them in memory"
+            )
         layers = [self.layer(number) for number in range(len(self))]
         _, calls = self._recorder.record(layers, lambda: self.model.base_model(**inputs, use_cache=False))
         return calls

@@ -82,7 +82,12 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
         InvalidInput: a file that is needed is a link to somewhere else or cannot be read, or a file is
             half-written.
     """
-    needed = {*_weights(directory), *_NEEDED, *(CODE if carries_own_code(directory) else ())}
+    weights = open_checkpoint(directory).files
+    for file in weights:
+        if file.parent != directory:
+            raise InvalidInput(f"{printable(file)} is not in {printable(directory)}; move the weights there")
+    needed = {INDEX, *(file.name for file in weights), *_NEEDED}
+    needed |= set(CODE) if carries_own_code(directory) else set()
     shown = {unquote(place or other).removeprefix("./") for place, other in _IMAGE.findall(card)}
     images = {place for place in shown if PurePosixPath(place).suffix.lower() in _IMAGES}
     files: dict[str, int] = {}
@@ -108,19 +113,6 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
                 continue
             files[name] = path.stat().st_size
     return files, left_out
-
-
-def _weights(directory: Path) -> set[str]:
-    """Return the names of the weight files that the checkpoint consists of, and of their index.
-
-    Raises:
-        InvalidInput: they are damaged, or not files of the directory itself.
-    """
-    files = open_checkpoint(directory).files
-    for path in files:
-        if path.parent != directory:
-            raise InvalidInput(f"{printable(path)} is not in {printable(directory)}; move the weights there")
-    return {INDEX, *(path.name for path in files)}
 
 
 def _files_in(entry: Path) -> list[Path]:

@@ -69,8 +69,21 @@ def choose_weights(
         InvalidInput: transformers cannot build the model, it has no linear module, or the group divides no
             width.
     """
-    model = _empty_model(checkpoint)
-    candidates = _candidates(checkpoint, model)
+    from accelerate import init_empty_weights
+
+    from ..models.causal_lm import build_empty
+    from ..models.decoder import layer_list
+
+    with init_empty_weights():
+        model = build_empty(checkpoint.directory, None, torch.bfloat16)
+    stack = layer_list(model)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    inside = [name for name in checkpoint if name.startswith(f"{stack}.") and name.endswith(".weight")]
+    candidates = [
+        name
+        for name in inside
+        if len(checkpoint.spec(name).shape) == 2 and (module_of(name) in linear or _EXPERT.match(name))
+    ]
     if not candidates:
         raise InvalidInput(
             f"{checkpoint.directory} has no linear module in its layers that can be quantised: a "
@@ -98,28 +111,6 @@ def choose_weights(
         ignore=_unquantised(checkpoint, model, set(rounded)),
         group=group if grouped else None,
     )
-
-
-def _empty_model(checkpoint: Checkpoint) -> Any:
-    from accelerate import init_empty_weights
-
-    from ..models.causal_lm import build_empty
-
-    with init_empty_weights():
-        return build_empty(checkpoint.directory, None, torch.bfloat16)
-
-
-def _candidates(checkpoint: Checkpoint, model: Any) -> list[str]:
-    from ..models.decoder import layer_list
-
-    stack = layer_list(model)
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    inside = [name for name in checkpoint if name.startswith(f"{stack}.") and name.endswith(".weight")]
-    return [
-        name
-        for name in inside
-        if len(checkpoint.spec(name).shape) == 2 and (module_of(name) in linear or _EXPERT.match(name))
-    ]
 
 
 def _reason(name: str, kept: Collection[str]) -> str:

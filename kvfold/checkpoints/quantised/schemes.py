@@ -105,21 +105,16 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, di
         )
     nested = found.get("quantization")
     for part in (found, nested if isinstance(nested, dict) else {}):
-        _check_lists(directory, part)
-    return method, found
-
-
-def _check_lists(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check the fields that name modules, which outputs extend."""
-    for field in LISTS:
-        names = config.get(field)
-        if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        for field in LISTS:
+            names = part.get(field)
+            if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+                raise InvalidInput(
+                    f"{directory} has {field} {shorten(names)} in its quantization_config, where a list of "
+                    "names is needed"
+                )
+        if not isinstance(part.get("dynamic") or {}, dict):
             raise InvalidInput(
-                f"{directory} has {field} {shorten(names)} in its quantization_config, where a list of names "
-                "is needed"
+                f"{directory} has dynamic {shorten(part['dynamic'])} in its quantization_config, where an "
+                "object of patterns is needed"
             )
-    if not isinstance(config.get("dynamic") or {}, dict):
-        raise InvalidInput(
-            f"{directory} has dynamic {shorten(config['dynamic'])} in its quantization_config, where an "
-            "object of patterns is needed"
-        )
+    return method, found
