@@ -84,11 +84,11 @@ def measure(subject: Subject) -> SpeedBlock:
             name, partial(_time, subject, group, (batch, context), tokens, seconds)
         )
     paired = len(groups) == 1
-    return SpeedBlock(
-        _machine(subject),
-        paired,
-        tuple(_cell(*cell, tokens, raw, limit, paired) for cell, raw in found.items()),
-    )
+    measured = tuple(_cell(*cell, tokens, raw, limit, paired) for cell, raw in found.items())
+    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if subject.device == "cuda":
+        machine = str(torch.cuda.get_device_name())
+    return SpeedBlock(machine, paired, measured)
 
 
 @torch.inference_mode()
@@ -196,9 +196,3 @@ def _contexts(subject: Subject) -> Sequence[int]:
             f"use {longest - tokens} or fewer"
         )
     return asked
-
-
-def _machine(subject: Subject) -> str:
-    if subject.device == "cuda":
-        return str(torch.cuda.get_device_name())
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -36,7 +36,7 @@ def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: An
     command with another bound resumes the run. This text was used to choose the step, so report final
     numbers on another one.
     """
-    from .request_reader import read_request
+    from .request import read_request
 
     asked = read_request(read_options(MigrationOptions, options), overrides)
     if dry_run:

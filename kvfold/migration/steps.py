@@ -35,8 +35,7 @@ from ..eval.assertions import Unmet, check
 from ..eval.run import evaluate, reserved
 from ..texts.calibration_name import names_statistics
 from .outcome import arrive, check_places, find_report
-from .request import Migration, Step
-from .request_reader import naming_options
+from .request import Migration, Step, naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
 SAME = 1e-3

@@ -97,7 +97,10 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
             continue
         if entry.suffix == ".partial" and not entry.is_dir():
             raise InvalidInput(f"{printable(entry)} is half-written; finish what writes it, or remove it")
-        for path in _files_in(entry):
+        inside = [entry]
+        if entry.is_dir() and not entry.is_symlink():
+            inside = sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())
+        for path in inside:
             name = path.relative_to(directory).as_posix()
             is_needed = name in needed
             # A `*` of a pattern stands for no `/`.
@@ -113,10 +116,3 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
                 continue
             files[name] = path.stat().st_size
     return files, left_out
-
-
-def _files_in(entry: Path) -> list[Path]:
-    """Return an entry of a directory, or all that is inside it if it is a directory and no link."""
-    if not entry.is_dir() or entry.is_symlink():
-        return [entry]
-    return sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())

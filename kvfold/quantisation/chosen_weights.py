@@ -20,7 +20,6 @@ from .request import GROUPS, LEAST_GROUP
 
 if TYPE_CHECKING:
     from ..checkpoints.directory import Checkpoint
-    from ..checkpoints.shards import TensorSpec
 
 # Modules of latent attention, of every container. `kv_a` writes the cache. `kv_b` is absorbed into queries
 # and outputs in decoding, for which engines dequantise it; remote containers multiply its weight directly.
@@ -93,7 +92,11 @@ def choose_weights(
     specs = {name: checkpoint.spec(name) for name in candidates}
     if grouped:
         widths = {name: spec for name, spec in specs.items() if name not in left}
-        group = group or _best_group(widths)
+        lost = {
+            size: sum(math.prod(spec.shape) for spec in widths.values() if spec.shape[1] % size)
+            for size in GROUPS
+        }
+        group = group or min(GROUPS, key=lambda size: (lost[size], -size))  # the largest of the best
         reason = f"groups of {group} do not divide their width"
         left |= {name: reason for name, spec in widths.items() if spec.shape[1] % group}
     left |= _with_joined(candidates, left)
@@ -123,15 +126,6 @@ def _reason(name: str, kept: Collection[str]) -> str:
     if any(part in _MIXERS for part in parts):
         return "layers without attention keep their mixers as they are"
     return ""
-
-
-def _best_group(specs: Mapping[str, TensorSpec]) -> int:
-    """Return the group that leaves the fewest numbers, the largest of several such."""
-
-    def lost(group: int) -> int:
-        return sum(spec.shape[0] * spec.shape[1] for spec in specs.values() if spec.shape[1] % group)
-
-    return min(GROUPS, key=lambda group: (lost(group), -group))
 
 
 def _fitting(columns: Iterable[int]) -> str:

@@ -15,8 +15,20 @@ from torch import Tensor
 from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
 from ..shards import TensorSpec
-from .bit_fields import WIDTHS, WORD, fields, fp4
-from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
+from .packed_tensor import (
+    FLOATS,
+    FP8,
+    POWERS,
+    WIDTHS,
+    WORD,
+    PackedTensor,
+    Parts,
+    Shape,
+    StoredTensors,
+    as_scale,
+    fields,
+    fp4,
+)
 from .scaled_numbers import scale_shapes, scaled
 
 FORMATS = (

@@ -10,10 +10,9 @@ from ...core.untrusted import read_json, shorten
 from .bitsandbytes_layouts import find_bitsandbytes
 from .compressed import find_compressed
 from .int4_layouts import find_awq, find_gptq
-from .micro_scaled import find_mxfp4
 from .modelopt_layouts import find_modelopt
 from .packed_tensor import PackedTensor, StoredTensors
-from .scaled_numbers import find_fp8
+from .scaled_numbers import find_fp8, find_mxfp4
 from .unconverted import Spelling, in_compressed, in_list, in_modelopt, in_patterns
 
 MODELOPT_FILE = "hf_quant_config.json"

@@ -61,7 +61,6 @@ def main() -> None:
 
 
 def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
-    """Return the settings with which the engine is started."""
     longest = max(len(asked["text"][0]), asked["prompt"] + asked["steps"]) + 1
     settings: dict[str, Any] = {
         "model": asked["directory"],
