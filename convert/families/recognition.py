@@ -52,9 +52,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     if is_multimodal(config):
         raise InvalidInput(
-            f"model_type {kind} is a multimodal model, which `kvfold convert` and `kvfold plan` take "
-            "whole; to distil, migrate or quantise it, write its text tower alone with `kvfold convert "
-            "--text-only`"
+            f"model_type {kind} is a multimodal model, which `kvfold convert` and `kvfold plan` take whole; "
+            "to distil, migrate or quantise it, write its text tower alone with `kvfold convert --text-only`"
         )
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
@@ -243,9 +242,8 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None
     ):
         return (
             f"sliding_window {window!r} is shorter than max_position_embeddings {positions}, and no stock "
-            f"MLA class has "
-            "a window; use --to gqa, or set max_position_embeddings to the window if longer inputs are "
-            "not needed"
+            "MLA class has a window; use --to gqa, or set max_position_embeddings to the window if longer "
+            "inputs are not needed"
         )
     if config.get("mlp_bias"):
         return "mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa"

@@ -212,9 +212,8 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     expected = predicted(text_config(path) if is_multimodal(config) else config)
     if expected is not None and expected != size.elements_per_token_per_layer:
         notice(
-            f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and "
-            f"layer in transformers, "
-            f"but {expected:g} by its config.json"
+            f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and layer "
+            f"in transformers, but {expected:g} by its config.json"
         )
     return ModelCache(
         elements_per_token_per_layer=size.elements_per_token_per_layer,

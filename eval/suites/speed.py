@@ -191,8 +191,7 @@ def _contexts(subject: Subject) -> Sequence[int]:
         return fitting or [longest - tokens if longest else CONTEXTS[0]]
     if longest is not None and asked[-1] + tokens > longest:
         raise InvalidInput(
-            f"--speed-context {asked[-1]} and {tokens} decoded tokens exceed the {longest} "
-            f"positions of {path}; "
-            f"use {longest - tokens} or fewer"
+            f"--speed-context {asked[-1]} and {tokens} decoded tokens exceed the {longest} positions of "
+            f"{path}; use {longest - tokens} or fewer"
         )
     return asked
