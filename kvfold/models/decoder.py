@@ -153,7 +153,10 @@ class Decoder:
         self.layers: list[str] = []
         self.attentions: list[str] = []
         for number, layer in enumerate(model.get_submodule(stack)):
-            found = _outermost_attention(layer)
+            found: list[str] = []  # attention modules that are in no other one
+            for name, module in layer.named_modules():
+                if is_attention(module) and not any(name.startswith(f"{outer}.") for outer in found):
+                    found.append(name)
             if len(found) != 1:
                 raise InvalidInput(
                     f"{type(model).__name__} is not made of layers with one attention module each"
@@ -258,16 +261,6 @@ class Decoder:
 
 class _Stopped(Exception):
     """The model has called the layers that matter."""
-
-
-def _outermost_attention(layer: nn.Module) -> list[str]:
-    """Return the names of the attention modules in a layer that are in no other one."""
-    found: list[str] = []
-    for name, module in layer.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if is_attention(module) and not inside:
-            found.append(name)
-    return found
 
 
 @contextmanager
