@@ -76,7 +76,6 @@ def _show(folded: "Folded", as_json: bool) -> None:
 
 
 def _summary(folded: "Folded") -> str:
-    """Return a line about what was done, and what to do next."""
     from ..checkpoints.directory import read_config as read_checkpoint_config
     from .families.recognition import is_multimodal
 

@@ -237,7 +237,8 @@ class FoldRequest(MLA, GQA):
         Places, verification and parallel work are left out, and so is everything that has its default.
         """
         found: dict[str, Any] = {}
-        draws_text = self.calibration not in {None, "none"} and not self._has_saved_statistics
+        text = self.calibration or "none"
+        draws_text = text != "none" and not names_statistics(text)
         for name in _RECORDED:
             value = getattr(self, name)
             is_drawn = name in {"sequences", "length", "seed"}
@@ -252,10 +253,6 @@ class FoldRequest(MLA, GQA):
         """The command that writes the same output again."""
         values = {name: value for name, value in self.essentials().items() if name != "model"}
         return shlex.join(["kvfold", "convert", self.model, *words_of(type(self), values)])
-
-    @property
-    def _has_saved_statistics(self) -> bool:
-        return self.calibration is not None and names_statistics(self.calibration)
 
 
 # The fields that decide the output, in the order in which a command names them.

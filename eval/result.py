@@ -27,15 +27,14 @@ class Result(EvalReport):
         """The table's lines: the text that was read, then the lines of each suite."""
         rows: list[list[str]] = []
         if self.protocol is not None:
-            blank = [""] * (len(self.roles) - 1)
             counts = f"{self.protocol.windows}, {self.protocol.scored_tokens}, {self.protocol.scored_bytes}"
-            rows.append(["windows, tokens, bytes scored", counts, *blank])
-            rows.append(["text sha256", self.protocol.text_sha256[:16], *blank])
+            rows.append(["windows, tokens, bytes scored", counts])
+            rows.append(["text sha256", self.protocol.text_sha256[:16]])
         for name, block in self.suites.items():
             if block is not None:
                 suite = import_module(f".suites.{SUITES[name].module}", __package__)
                 rows += suite.rows(block, self.roles)
-        return rows
+        return [[*row, *[""] * (len(self.columns) - len(row))] for row in rows]
 
     def grid(self) -> Grid:
         """Return the table."""

@@ -226,14 +226,12 @@ def _score_batch(
                 compared[role] = logp_CV
         for end, (known, other) in _PAIRS.items():
             if compared.keys() >= {known, other}:
-                _compare(compared[known].to(compared[other].device), compared[other], chunks, end)
+                teacher_CV = compared[known].to(compared[other].device)
+                student_CV = compared[other]
+                teacher_CV, student_CV = common_vocabulary(teacher_CV, student_CV)
+                chunks.setdefault(f"kl{end}", []).append(token_kl(teacher_CV, student_CV))
+                chunks.setdefault(f"same{end}", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
     return {measure: torch.cat(parts).float().cpu() for measure, parts in chunks.items()}
-
-
-def _compare(teacher_CV: Tensor, student_CV: Tensor, chunks: dict[str, list[Tensor]], end: str) -> None:
-    teacher_CV, student_CV = common_vocabulary(teacher_CV, student_CV)
-    chunks.setdefault(f"kl{end}", []).append(token_kl(teacher_CV, student_CV))
-    chunks.setdefault(f"same{end}", []).append(teacher_CV.argmax(-1) == student_CV.argmax(-1))
 
 
 def common_vocabulary(ours_CV: Tensor, theirs_CV: Tensor) -> tuple[Tensor, Tensor]:

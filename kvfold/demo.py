@@ -75,7 +75,15 @@ def main(out: Path | None, tokens: str, as_json: bool) -> None:
         measured = {name: result.to_json() for name, result in results.items()}
         show_json({"seconds": seconds, "out": str(work), **measured})
         return
-    _show(results, text_hash)
+    last = results["mla, distilled"]
+    assert last.ppl.teacher is not None
+    assert last.protocol is not None
+    rows = [
+        ("source (mha)", "100.0%", f"{last.ppl.teacher.perplexity:.2f}", "0", ""),
+        *(_row(*item) for item in results.items()),
+    ]
+    columns = ("", "cache", "perplexity", "KL to source, nats", "recovered")
+    show_table(f"{last.protocol.name}, text sha256 {text_hash[:16]}", columns, rows)
     show_text(f"Checkpoints are in {work}; {seconds} s.\n{_conclusion(results['mla, distilled'])}")
 
 
@@ -129,19 +137,6 @@ def _run(work: Path, tokens: str) -> tuple[dict[str, "Result"], str]:
         results = {to: evaluate(path, source, text, options) for to, path in folded.items()}
         results["mla, distilled"] = evaluate(distilled, source, text, options, folded["mla"])
     return results, text.sha256
-
-
-def _show(results: dict[str, "Result"], text_hash: str) -> None:
-    """Print a row for the source and one for each evaluation."""
-    last = results["mla, distilled"]
-    assert last.ppl.teacher is not None
-    assert last.protocol is not None
-    rows = [
-        ("source (mha)", "100.0%", f"{last.ppl.teacher.perplexity:.2f}", "0", ""),
-        *(_row(*item) for item in results.items()),
-    ]
-    columns = ("", "cache", "perplexity", "KL to source, nats", "recovered")
-    show_table(f"{last.protocol.name}, text sha256 {text_hash[:16]}", columns, rows)
 
 
 def _conclusion(last: "Result") -> str:

@@ -90,7 +90,6 @@ def dry_run(request: FoldRequest) -> tuple[dict[str, Any], FoldCost] | None:
 
 
 def _fold(request: FoldRequest) -> Folded:
-    """Fold a causal language model; arguments and result are those of `carry_out`."""
     from .convert.settle.preparation import output_of, prepare
     from .convert.write.rewrite import begun, rewrite
     from .engines.verify import verify_fold

@@ -201,7 +201,6 @@ def _alone(request: FoldRequest, tower: Tower, fold: Callable[[FoldRequest], Fol
 
 
 def _out(request: FoldRequest) -> Path:
-    """Return the directory of the output."""
     return request.out or Path(f"{Path(request.model.partition('@')[0]).name}-{request.to}")
 
 

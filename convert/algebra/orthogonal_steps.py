@@ -92,7 +92,6 @@ def _by_gram(x: Tensor) -> Tensor:
 
 
 def _polynomial(gram: Tensor) -> Tensor:
-    """Return a I + b G + c G²."""
     found = _QUINTIC[1] * gram + _QUINTIC[2] * gram @ gram
     found.diagonal(dim1=-2, dim2=-1).add_(_QUINTIC[0])
     return found

@@ -191,9 +191,8 @@ def budget_notices(source: Geometry, target: Target, budget: str | None) -> tupl
         return ()
     more = next(n for n in range(kept + 1, heads + 1) if heads % n == 0)
     return (
-        f"--kv-budget {budget} keeps {kept} of {heads} key/value heads, "
-        f"{share_of(kept * elements, source)} of the source's cache; the next possible number is {more}, "
-        f"{share_of(more * elements, source)}",
+        f"--kv-budget {budget} keeps {kept} of {heads} key/value heads, {share_of(kept * elements, source)} "
+        f"of the source's cache; the next possible number is {more}, {share_of(more * elements, source)}",
     )
 
 

@@ -78,7 +78,6 @@ def _in_form(
 def _drafted(
     source: Source, request: FoldRequest, options: DraftOptions, statistics: Statistics | None
 ) -> Draft:
-    """Return the draft in one output format and form."""
     form = choose_form(source, request.to, options)
     profile = options.profile if options.container == SERVED else None
     served = None if profile is None else served_shape(source, options, profile)

@@ -232,7 +232,6 @@ class _Counts:
         return Work(flop=2 * projections + _MIXED * 2 * self.length * inside, moved=_MOVED * inside * _FLOAT)
 
     def _of_source(self) -> Work:
-        """Count one token's attention in the source."""
         return self._pass(2 * self.hidden * self.width * (self.heads + self.key_heads), self.width)
 
     def _of_folded(self) -> Work:

@@ -77,8 +77,7 @@ def served_shape(source: Source, options: DraftOptions, profile: Profile) -> Ser
     if elements < profile.cached:
         raise InvalidInput(
             f"--kv-budget {budget} is {elements} elements per token and layer, but the narrowest serving "
-            f"profile caches {profile}; the least would be "
-            f"{share_of(profile.cached, source.geometry)}"
+            f"profile caches {profile}; the least would be {share_of(profile.cached, source.geometry)}"
         )
     number = profile.latent if rank is None else rank
     if not 1 <= number <= profile.latent:

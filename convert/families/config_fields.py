@@ -1,6 +1,6 @@
 """Fields of config.json that kvfold or its outputs' classes divide by, or allocate by.
 
-transformers' configuration classes check the types of the fields that they declare (loaded_config.py).
+transformers' configuration classes check the types of the fields that they declare (recognition.py).
 """
 
 import math

@@ -1,22 +1,23 @@
 """The family of a checkpoint, the meaning of its config.json, and obstacles to a latent cache.
 
 `family_of`, `is_multimodal` and `complete` read a config.json as it is on disk; the other functions read what
-`complete` returns.
+`complete` returns. Defaults, names and corrections of config.json are those of transformers' configuration
+class; only its module is imported, and not before it is asked for.
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ...core.errors import InvalidInput
-from ...core.untrusted import shorten
+from ...core.untrusted import printable, shorten
 from ..algebra.target import Geometry
 from .config_fields import check_fields
 from .family import Family
 from .layers.layer_kinds import ATTENTION, SLIDING
 from .layers.layer_shapes import first_follower, overrides
-from .loaded_config import default_of, loaded_config
 from .rows import FAMILIES
 from .unfolded import CODE_ONLY, UNFOLDED
 
@@ -51,9 +52,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     if is_multimodal(config):
         raise InvalidInput(
-            f"model_type {kind} is a multimodal model, which `kvfold convert` and `kvfold plan` take "
-            "whole; to distil, migrate or quantise it, write its text tower alone with `kvfold convert "
-            "--text-only`"
+            f"model_type {kind} is a multimodal model, which `kvfold convert` and `kvfold plan` take whole; "
+            "to distil, migrate or quantise it, write its text tower alone with `kvfold convert --text-only`"
         )
     if kind in UNFOLDED:
         raise InvalidInput(f"model_type {kind} cannot be folded: {UNFOLDED[kind]}; {_SEE}")
@@ -242,9 +242,8 @@ def latent_obstacle(config: Mapping[str, Any], *, regressed: bool) -> str | None
     ):
         return (
             f"sliding_window {window!r} is shorter than max_position_embeddings {positions}, and no stock "
-            f"MLA class has "
-            "a window; use --to gqa, or set max_position_embeddings to the window if longer inputs are "
-            "not needed"
+            "MLA class has a window; use --to gqa, or set max_position_embeddings to the window if longer "
+            "inputs are not needed"
         )
     if config.get("mlp_bias"):
         return "mlp_bias is true, and the stock MLA class has no MLP biases; use --to gqa"
@@ -283,3 +282,52 @@ def stock_reasons(family: Family) -> list[str]:
     reasons = [] if never is None else [never]
     reasons += [reason for reason, holds in properties.items() if holds]
     return reasons + ([family.block] if isinstance(family.block, str) else [])
+
+
+# Fields that the class moves into rope_parameters, or does not read.
+_MOVED = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+_FORMER = {"attention": "full_attention", "mamba": "linear_attention"}  # kinds of layers by transformers 4
+
+
+def _class_of(family: Family) -> Any:
+    import transformers
+
+    if family.kind not in transformers.CONFIG_MAPPING:
+        raise InvalidInput(
+            f"transformers {transformers.__version__} has no class of {family.label} (model_type "
+            f"{family.kind}); install a newer one"
+        )
+    return transformers.CONFIG_MAPPING[family.kind]
+
+
+def default_of(family: Family, field: str) -> Any:
+    """Return the value of a field that config.json leaves out; None for one that the class does not have."""
+    return getattr(_class_of(family), field, None)
+
+
+def loaded_config(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the configuration that the class makes of a config.json, next to its others."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    from ...models.load_failures import no_warnings
+
+    refusals = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+    kind = _class_of(family)
+    stated = {field: value for field, value in config.items() if field != "model_type"}
+
+    def with_infinities(found: dict[str, Any]) -> Any:  # which transformers writes as objects
+        return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+    try:
+        with no_warnings():
+            # A copy, because the class changes objects in it.
+            made = kind.from_dict(json.loads(json.dumps(stated), object_hook=with_infinities))
+    except refusals as error:
+        reason = printable(" ".join(str(error).rpartition("Error: ")[2].split()))
+        raise InvalidInput(f"{kind.__name__} of transformers cannot read config.json: {reason}") from error
+    fields = {field: value for field, value in vars(made).items() if field[0] != "_" and field != "dtype"}
+    whole = {field: value for field, value in config.items() if field not in _MOVED} | fields
+    names = {**kind.attribute_map, **family.names}
+    whole |= {ours: getattr(made, theirs) for ours, theirs in names.items() if hasattr(made, theirs)}
+    kinds = getattr(made, "layer_types", None) or getattr(made, "layers_block_type", None)
+    return whole | ({} if kinds is None else {"layer_types": [_FORMER.get(each, each) for each in kinds]})

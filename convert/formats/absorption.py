@@ -142,7 +142,14 @@ def absorb(model: Model) -> Model:
         name: module for name, module in model.named_modules() if isinstance(module, stock)
     }
     if not found:
-        raise InvalidInput(_other(model))
+        known = " or ".join(cls.__name__.removesuffix("Attention") + "ForCausalLM" for cls in CLASSES)
+        if isinstance(model, PreTrainedModel) and model.config.model_type == "kvfold":
+            raise InvalidInput(
+                f"{type(model).__name__} decodes from its latent by itself; absorb is for {known}"
+            )
+        raise InvalidInput(
+            f"a {type(model).__name__} has no latent attention that absorb knows; it takes {known}"
+        )
     for name, module in found.items():
         _check(name, module)
     for module in found.values():
@@ -175,10 +182,3 @@ def _check(name: str, module: Any) -> None:
             f"{name} has a linearised latent, whose scale float16 cannot hold; load the model in bfloat16 "
             f"or float32"
         )
-
-
-def _other(model: nn.Module) -> str:
-    known = " or ".join(cls.__name__.removesuffix("Attention") + "ForCausalLM" for cls in CLASSES)
-    if isinstance(model, PreTrainedModel) and model.config.model_type == "kvfold":
-        return f"{type(model).__name__} decodes from its latent by itself; absorb is for {known}"
-    return f"a {type(model).__name__} has no latent attention that absorb knows; it takes {known}"

@@ -71,37 +71,35 @@ class FoldedBlock:
     def copies(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
         """Return the output tensors that are made of one of the source's."""
         if name == self.embedding_name:
-            return self._of_embeddings(name, spec)
+            copies = unchanged(name, spec)
+            if self.embedding != 1.0 or self.centred:
+                copies = _changed(name, spec, self._embed)
+            if self.tied and not self.ties:
+                head = Copy(source=name, spec=spec, change=lambda weight: weight * self.logits, by_rows=True)
+                copies |= {self.head_name: head}
+            return copies
         if name == self.head_name:
-            return self._of_head(name, spec)
+            if self.tied:
+                return {}  # a copy of the embeddings, which the head no longer is
+            if self.logits == 1.0:
+                return unchanged(name, spec)
+            return _changed(name, spec, lambda weight: weight * self.logits)
         if name == _LAST_NORM and self.ties and self.logits != self.embedding:
             factor = self.logits / self.embedding
             return _changed(name, spec, lambda weight: (weight + self.norm_shift) * factor)
         if name.endswith("norm.weight") and self.norm_shift:
             return _changed(name, spec, lambda weight: weight + self.norm_shift)
         if name.endswith(".gate_up_proj.weight") and self.gate_up:
-            return self._split(name, spec)
+            half = TensorSpec(spec.dtype, (spec.shape[0] // 2, *spec.shape[1:]))
+            gate, up = (name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
+            return {
+                gate: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[0]),
+                up: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[1]),
+            }
         if name.endswith(".down_proj.weight") and (self.residual != 1.0 or self.centred):
             added = {name: Copy(source=name, spec=spec, change=self.adds)}
             return added | (self._ones(name, spec) if self.centred else {})
         return unchanged(name, spec)
-
-    def _of_embeddings(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        """Return the embeddings, and the head where it was tied to them and no longer is."""
-        copies = unchanged(name, spec)
-        if self.embedding != 1.0 or self.centred:
-            copies = _changed(name, spec, self._embed)
-        if self.tied and not self.ties:
-            head = Copy(source=name, spec=spec, change=lambda weight: weight * self.logits, by_rows=True)
-            copies |= {self.head_name: head}
-        return copies
-
-    def _of_head(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        if self.tied:
-            return {}  # a copy of the embeddings, which the head no longer is
-        if self.logits == 1.0:
-            return unchanged(name, spec)
-        return _changed(name, spec, lambda weight: weight * self.logits)
 
     def _embed(self, weight: Tensor) -> Tensor:
         return (weight - weight.mean(1, keepdim=True) if self.centred else weight) * self.embedding
@@ -118,14 +116,6 @@ class FoldedBlock:
         width = spec.shape[0]
         made = Copy(source=name, spec=TensorSpec(spec.dtype, (width,)), change=lambda _: torch.ones(width))
         return dict.fromkeys(norms, made)
-
-    def _split(self, name: str, spec: TensorSpec) -> dict[str, Copy]:
-        half = TensorSpec(spec.dtype, (spec.shape[0] // 2, *spec.shape[1:]))
-        gate, up = (name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
-        return {
-            gate: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[0]),
-            up: Copy(source=name, spec=half, change=lambda weight: weight.chunk(2)[1]),
-        }
 
 
 def _changed(name: str, spec: TensorSpec, change: Callable[[Tensor], Tensor]) -> dict[str, Copy]:

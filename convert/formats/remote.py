@@ -113,7 +113,6 @@ class Remote(Container):
 
     @property
     def _biased(self) -> tuple[str, ...]:
-        """Return the projections of the output that have a bias."""
         if self._intact:
             inner = self.biases & {"k", "v"}
             if inner and not self._normed:

@@ -69,7 +69,6 @@ def choose_heads(profile: Profile, nope: int, value: int) -> tuple[int, int]:
             return heads
     widest = max(profile.heads)
     raise InvalidInput(
-        f"the source's heads are {max(nope, value)} wide, but the serving profile {profile} "
-        f"has room for at most {widest[0]} un-rotated dimensions and {widest[1]} of a value; "
-        "use --container remote"
+        f"the source's heads are {max(nope, value)} wide, but the serving profile {profile} has room for at "
+        f"most {widest[0]} un-rotated dimensions and {widest[1]} of a value; use --container remote"
     )

@@ -159,7 +159,8 @@ def merged(attention: Attention, target: GroupedTarget, *, key_values: bool) -> 
         )
     if key_values:
         pooled, turn_KF = _tied(attention, target)
-        turn_KHH = _matrices(turn_KF)
+        real, imaginary = torch.diag_embed(turn_KF.real), torch.diag_embed(turn_KF.imag)
+        turn_KHH = torch.cat([torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)], -2)
         share_KF = turn_KF.conj()
     else:
         pooled, share_KF = shared_keys(attention, target)
@@ -215,9 +216,3 @@ def _tied(attention: Attention, target: GroupedTarget) -> tuple[Attention, Tenso
     norm = merged_norm(attention.k_norm_KH, groups)
     pooled = replace(attention, k_KHD=k_GHD, k_KH=k_GH, v_KHD=k_GHD, v_KH=k_GH, k_norm_KH=norm)
     return pooled, turn_KF
-
-
-def _matrices(turn_KF: Tensor) -> Tensor:
-    """Return the turns of pairs as matrices on heads in the half layout, (K, H, H)."""
-    real, imaginary = torch.diag_embed(turn_KF.real), torch.diag_embed(turn_KF.imag)
-    return torch.cat([torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)], -2)

@@ -140,7 +140,6 @@ def _of_latent(
 
 
 def _matrix(found: Coordinates) -> Tensor:
-    """Return T (W, W)."""
     basis_WW: Tensor = torch.block_diag(
         found.outer_C[:, None] * found.inner_CC, found.scale_S[found.pair_R][:, None] * found.mix_RR
     )

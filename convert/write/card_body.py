@@ -14,6 +14,7 @@ from ...checkpoints.quantised.packed_checkpoint import is_quantised
 from ...checkpoints.record import is_distilled
 from ...core.units import show_kinds
 from ...core.untrusted import printable
+from ...engines.rules.engine_names import NAMES
 
 if TYPE_CHECKING:
     from ...engines.rules.rule_types import Written
@@ -44,14 +45,7 @@ _KINDS = {
     "mqa": "multi-query attention (MQA)",
     "mla": "latent attention (MLA)",
 }
-_ENGINES = {
-    "transformers": "transformers",
-    "vllm": "vLLM",
-    "vllm+kvfold": "vLLM with kvfold's plugin",
-    "sglang": "SGLang",
-    "llama.cpp": "llama.cpp",
-    "mlx": "MLX",
-}
+_ENGINES = ("transformers", "vllm", "vllm+kvfold", "sglang", "llama.cpp", "mlx")
 # Marks of Markdown: not within a word.
 _MARKS = re.compile(r"[\\`*~&\[\]<>]|^[#+-]|(?<![^\W_])_|_(?![^\W_])")
 _ADDRESS = re.compile(r"://|www\.|@[\w-]+\.|mailto:|xmpp:", re.IGNORECASE)
@@ -179,9 +173,8 @@ def _measured(record: dict[str, Any], evaluation: EvalReport | None, *, further:
             rows.append([name, f"{model.perplexity:.4g}", cached, as_words(model.dtype)])
     paragraphs = [
         f"Measured by `kvfold eval` in one run, on the same windows: {as_code(protocol.name)}, "
-        f"{protocol.windows} windows of "
-        f"{protocol.window} tokens, {protocol.scored_tokens:,} scored, SHA-256 of the text "
-        f"{as_code(protocol.text_sha256[:16])}.",
+        f"{protocol.windows} windows of {protocol.window} tokens, {protocol.scored_tokens:,} scored, SHA-256 "
+        f"of the text {as_code(protocol.text_sha256[:16])}.",
         as_table(["", "perplexity", "live cache, elements per token and layer", "computed in"], rows),
     ]
     if fidelity is not None:
@@ -286,10 +279,10 @@ def _loading(written: Written, place: str) -> list[str]:
     from ...engines.rules.output_kinds import UNKNOWN
 
     parts = ["## Loading"]
-    for engine, name in _ENGINES.items():
+    for engine in _ENGINES:
         found = lint_written(written, [engine])
         failing = [finding for finding in found if finding.fails]
-        parts.append(f"### {name}")
+        parts.append(f"### {NAMES[engine]}")
         is_known = all(finding.effect != UNKNOWN for finding in found)
         if is_known and not failing:
             parts.append(_how(engine, written, place))

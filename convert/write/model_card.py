@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints import license
-from ...checkpoints.card import FILE, read_card
+from ...checkpoints.card import FILE, LICENSE_FIELDS, license_of, read_card
 from ...checkpoints.directory import read_config
 from ...checkpoints.eval_json import EvalReport
 from ...checkpoints.record import directory_at, hub_id, is_distilled
@@ -77,7 +76,7 @@ def make_card(
     data = card.data
     licensed = data.get("license") is not None  # its name and link are then kept too
     for field, value in known.items():
-        if data.get(field) is None and not (licensed and field in license.FIELDS):
+        if data.get(field) is None and not (licensed and field in LICENSE_FIELDS):
             data[field] = value
     tags = data.get("tags") or []
     data["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *known["tags"]]))
@@ -108,7 +107,7 @@ def metadata(directory: Path, record: dict[str, Any], *, further: bool = False) 
     if scheme:
         relation = "quantized"
     return {
-        **license.license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
+        **license_of(directory, source, [] if theirs is None else [theirs.data.to_dict()]),
         "library_name": "transformers",
         "pipeline_tag": pipeline,
         **({} if base is None else {"base_model": base}),

@@ -232,7 +232,6 @@ def _hash(checkpoint: Checkpoint, file: Path) -> Found:
 
 
 def _hashes(plan: Plan, done: dict[str, Found]) -> dict[str, str]:
-    """Return the hash of each weight file of the source, by name."""
     return {file.name: done[f"file {file.name}"]["sha256"] for file in plan.source.checkpoint.files}
 
 

@@ -82,7 +82,9 @@ def write_tokens(
         InvalidInput: a source cannot be read, lacks the field, does not fill one window, or holds a token
             that the student has no embedding for.
     """
-    wanted = list(zip(data.sources, _wanted(data, windows), strict=True))
+    weights = [source.weight for source in data.sources]
+    needed = [max(share, 1) * data.seq_len + 1 for share in windows_per_source(weights, windows)]
+    wanted = list(zip(data.sources, needed, strict=True))
 
     def pieces_of(source: TextSource, most: int) -> Pieces:
         if source.source == SELF:
@@ -120,12 +122,6 @@ def _checksum(file: Path) -> int:
         while part := stream.read(_PART):
             found = zlib.crc32(part, found)
     return found
-
-
-def _wanted(data: Data, windows: int) -> list[int]:
-    """Return the number of tokens to take of each source."""
-    weights = [source.weight for source in data.sources]
-    return [max(share, 1) * data.seq_len + 1 for share in windows_per_source(weights, windows)]
 
 
 def _known(pieces: Pieces, source: TextSource, tokenizer: Any, vocabulary: int) -> Iterator[Piece]:

@@ -118,7 +118,9 @@ class _Chunked(torch.autograd.Function):
                 "the gradients of this loss are freed; the first backward pass needs retain_graph=True"
             )
         grads = ctx.grads
-        keeps = _keeps_graph()
+        # The running backward pass may have been asked to keep its graph for another one.
+        asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+        keeps = asked is None or bool(asked())
         ctx.grads = grads if keeps else None
         scaled: list[Tensor | None] = []
         for grad, dtype in zip(grads, ctx.dtypes, strict=True):
@@ -129,15 +131,6 @@ class _Chunked(torch.autograd.Function):
             grad = grad * grad_loss if keeps else grad.mul_(grad_loss)
             scaled.append(grad.to(dtype))
         return *scaled, None, None, None, None, None
-
-
-def _keeps_graph() -> bool:
-    """Return whether the running backward pass was asked to keep its graph for another one.
-
-    It is true if torch does not report it.
-    """
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
 
 
 def _accumulator(tensor: Tensor | None) -> Tensor | None:

@@ -118,7 +118,9 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, *, opened: bool) -> Any
     With `opened`, linearised norms are opened for training, see `to_trainable`. Errors as of `LayerUnits`.
     """
     model = LayeredModel(checkpoint, attention=None, dtype=dtype).model
-    _compute_buffers(model)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # tables that no checkpoint has, as transformers makes them
+            model._init_weights(module)  # float32, whatever the model was built in
     if opened:
         _read_norms(model, checkpoint)
         to_trainable(model)
@@ -139,16 +141,6 @@ def open_in_units(directory: Path, dtype: torch.dtype, *, opened: bool = False) 
 
 
 @torch.no_grad()
-def _compute_buffers(model: Any) -> None:
-    """Compute tables that no checkpoint has, as transformers does on loading.
-
-    They are float32, whatever the model was built in.
-    """
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
-
-
 def _read_norms(model: Any, checkpoint: Checkpoint) -> None:
     """Give a model the latent norms whose weights show whether they are linearised."""
     prefix = f"{model.base_model_prefix}."

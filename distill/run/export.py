@@ -7,7 +7,7 @@ from typing import Any
 from ...checkpoints.directory import copy_side_files, finish
 from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.quantised.schemes import MODELOPT_FILE
-from ...checkpoints.record import distilled_record, write_record
+from ...checkpoints.record import next_record, write_record
 from ...convert.write.model_card import write_card
 from ...core.files import link_or_copy
 from ...models.code_files import copy_config
@@ -39,8 +39,8 @@ def write_output(run: Run, record: dict[str, Any], chosen: Chosen | None) -> Pat
         for stage in run.recipe.stages[:-1]:
             place = Path("stages") / stage.name
             shutil.copytree(run.partial / place, final / place, copy_function=link_or_copy)
-    whole = distilled_record(run.student, run.recipe.resolved(), record)
-    whole = write_record(final, whole)
+    distilled = {"recipe": run.recipe.resolved(), **record}
+    whole = write_record(final, {**next_record(run.student, "distill"), "distill": distilled})
     write_card(final, whole)
     return final
 

@@ -136,7 +136,10 @@ def footprint(
     else:
         guide = size * (theirs.head if is_cached else theirs.around + sum(theirs.layers))
         if recipe.teacher == SHARED:
-            guide = _unshared_bytes(stage, student, teacher)
+            shapes = {name: weight.shape for name, weight in student.named_parameters()}
+            same = {name for name, weight in teacher.named_parameters() if shapes.get(name) == weight.shape}
+            shared = same - TRAINABLE[stage.train](student) - TRAINABLE["attention"](student)
+            guide = 4 * _count(weight for name, weight in teacher.named_parameters() if name not in shared)
         memory = {
             "weights": 4 * (weights + (trained if stage.train == "lora" else 0)) // shards,
             "gradients": 4 * trained // shards,
@@ -189,14 +192,6 @@ def _matmul_rate(recipe: Recipe, bf16: bool) -> float:
 
 def _has_gpu(recipe: Recipe) -> bool:
     return recipe.device != "cpu" and torch.cuda.is_available()
-
-
-def _unshared_bytes(stage: Stage, student: Any, teacher: Any) -> int:
-    """Return the bytes of what a shared teacher has of its own."""
-    ours = {name: weight.shape for name, weight in student.named_parameters()}
-    same = {name for name, weight in teacher.named_parameters() if ours.get(name) == weight.shape}
-    shared = same - TRAINABLE[stage.train](student) - TRAINABLE["attention"](student)
-    return 4 * _count(weight for name, weight in teacher.named_parameters() if name not in shared)
 
 
 def _streamed_bytes(ours: _Sizes, theirs: _Sizes, trained: int, size: int) -> dict[str, int]:

@@ -282,7 +282,6 @@ def _open(run: Run, stage: Stage, latest: Path | None) -> tuple[StageContext, Tr
 
 
 def _writes_text(run: Run) -> bool:
-    """Return whether the teacher still has to write text to train on."""
     has_own_text = any(source.source == SELF for source in run.recipe.data.sources)
     return has_own_text and not (run.partial / "tokens.bin").exists()
 

@@ -48,7 +48,16 @@ def set_trainable(model: nn.Module, stage: Stage) -> list[nn.Parameter]:
     """
     found = find_trained(model, stage)
     if stage.train == "lora":
-        _add_adapters(model, stage.lora or Lora(), found)
+        from peft import LoraConfig, inject_adapter_in_model
+
+        lora = stage.lora or Lora()
+        config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found, init_lora_weights=True)
+        # The same first weights in every process and at every start.
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _on_the_cpu(model):
+            torch.manual_seed(0)
+            # Inside a module without a config: by one of deepseek_v3, PEFT 0.21 takes a dense model for one
+            # with experts, and leaves out its MLP.
+            inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
     names = TRAINABLE[stage.train](model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
@@ -100,18 +109,6 @@ def merged(module: Any) -> Tensor:
 def adapted(model: nn.Module) -> dict[str, Any]:
     """Return the linear layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
-def _add_adapters(model: nn.Module, lora: Lora, targets: list[str]) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
-    # The same first weights in every process and at every start.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _on_the_cpu(model):
-        torch.manual_seed(0)
-        # Inside a module without a config: by one of deepseek_v3, PEFT 0.21 takes a dense model for one with
-        # experts, and leaves out its MLP.
-        inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
 
 
 @contextmanager

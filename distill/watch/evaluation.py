@@ -156,7 +156,6 @@ class TrainingEvaluation:
         return {name: line[key] for name, key in _METRICS.items() if line[key] is not None}
 
     def _found(self, sum_NK: Array, history: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the values of a line, computed from the sums."""
         count_N = np.asarray(self.held_out.counts, np.float64)
         nll_N, teacher_N = sum_NK[:, 0] / count_N, sum_NK[:, 1] / count_N
         found = {

@@ -155,7 +155,6 @@ def check_unseen(held_out: HeldOut, source: str, tokens: Sequence[NDArray[np.int
 
 
 def _are_seen(probe_NP: NDArray[np.int64], tokens: Sequence[NDArray[np.int32]]) -> list[bool]:
-    """Return for each probe whether it occurs in the tokens."""
     size = probe_NP.shape[1]
     found = set()
     for stream in tokens:

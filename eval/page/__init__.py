@@ -3,7 +3,7 @@
 records.py   the files of a checkpoint's directory, as data
 groups.py    which checkpoints may be compared
 canvas.py    colours, and matplotlib's figures as SVG and PNG
-quality.py depth.py runs.py   the figures
+quality.py runs.py   the figures
 tables.py    the tables
 sections.py  the page's parts, and the command that measures what is missing
 document.py  the HTML file and the PNGs; templates/ has its text, style and script

@@ -39,7 +39,13 @@ def write_page(directories: Sequence[Path], out: Path, png: Path | None) -> tupl
         raise InvalidInput(
             f"kvfold report needs {' and '.join(lacking)}; install it: pip install 'kvfold[report]'"
         )
-    _check_places(out, png)
+    for option, path in (("--out", out), ("--png", png)):
+        if path is None:
+            continue
+        if path.exists() or path.is_symlink():
+            raise InvalidInput(f"{option} {path} exists; name another path")
+        if not path.absolute().parent.is_dir():
+            raise InvalidInput(f"{option} {path}: there is no directory {path.parent}")
     places = [directory.resolve() for directory in directories]
     for number, directory in enumerate(directories):
         if places[number] in places[:number]:
@@ -110,16 +116,6 @@ def _shown(value: Any) -> Any:
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     return "\n".join(map(printable, value.split("\n")))
-
-
-def _check_places(page: Path, pictures: Path | None) -> None:
-    for option, path in (("--out", page), ("--png", pictures)):
-        if path is None:
-            continue
-        if path.exists() or path.is_symlink():
-            raise InvalidInput(f"{option} {path} exists; name another path")
-        if not path.absolute().parent.is_dir():
-            raise InvalidInput(f"{option} {path}: there is no directory {path.parent}")
 
 
 def write(parts: Sequence[PagePart], page: Path, pictures: Path | None) -> list[Path]:

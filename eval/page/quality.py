@@ -45,7 +45,15 @@ def perplexity_by_cache(group: Group) -> "Figure | None":
     for (number, one), place in zip(members, places, strict=True):
         values += _point(axes, one, number, place)
     axes.set_xscale("log", base=2)
-    _percents(axes, [one.cache_ratio or 1.0 for _, one in members])
+    # Ticks at 100 %, 50 %, 25 % and so on, down to below the smallest ratio.
+    ratios = [one.cache_ratio or 1.0 for _, one in members]
+    ticks = [100.0]
+    while ticks[-1] > 100 * min(ratios) * 1.01:
+        ticks.append(ticks[-1] / 2)
+    most = max(100.0, *(100 * ratio for ratio in ratios))
+    axes.set_xlim(ticks[-1] / 1.25, most * 1.25)
+    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
     if max(values) / min(values) > _WIDE:
         axes.set_yscale("log")
         plain_log(axes.yaxis)
@@ -177,17 +185,6 @@ def _point(axes: "Axes", one: Found, number: int, place: float) -> list[float]:
         f"{one.label}: perplexity {value:.4g} at {100 * (one.cache_ratio or 1.0):.3g} % of the cache",
     )
     return values
-
-
-def _percents(axes: "Axes", ratios: Sequence[float]) -> None:
-    """Set ticks at 100 %, 50 %, 25 % and so on, down to below the smallest ratio."""
-    ticks = [100.0]
-    while ticks[-1] > 100 * min(ratios) * 1.01:
-        ticks.append(ticks[-1] / 2)
-    most = max(100.0, *(100 * ratio for ratio in ratios))
-    axes.set_xlim(ticks[-1] / 1.25, most * 1.25)
-    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    axes.minorticks_off()
 
 
 def cache_bars(group: Group) -> "Figure | None":

@@ -144,7 +144,16 @@ def read_found(directory: Path, label: str) -> Found:
                 f"it away"
             )
         if more.cache_dtype == report.cache_dtype:
-            report = _merged(report, more)
+            suites = dict(report.suites)
+            for name, block in more.suites.items():
+                if suites.get(name) is None:
+                    suites[name] = block
+            report = replace(
+                report,
+                suites=suites,
+                protocol=report.protocol or more.protocol,
+                teacher=report.teacher or more.teacher,
+            )
         else:
             formats.append(more)
     record, curve = read_record(directory), directory / "curve.json"
@@ -164,20 +173,6 @@ def read_found(directory: Path, label: str) -> Found:
 def command(directory: Path, options: str, file: str) -> str:
     """Return the command that measures a checkpoint."""
     return f"kvfold eval {shlex.quote(str(directory))} {options} --out {shlex.quote(str(directory / file))}"
-
-
-def _merged(report: EvalReport, more: EvalReport) -> EvalReport:
-    """Return a report with the suites that only the other one has."""
-    suites = dict(report.suites)
-    for name, block in more.suites.items():
-        if suites.get(name) is None:
-            suites[name] = block
-    return replace(
-        report,
-        suites=suites,
-        protocol=report.protocol or more.protocol,
-        teacher=report.teacher or more.teacher,
-    )
 
 
 def _read_losses(path: Path) -> tuple[tuple[int, float], ...]:

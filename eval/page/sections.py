@@ -14,7 +14,7 @@ from ...checkpoints.quality_blocks import (
     RetrievalBlock,
     SuiteBlock,
 )
-from . import depth, quality, runs, tables
+from . import quality, runs, tables
 from .groups import Group
 from .records import Found, command
 from .tables import Table
@@ -112,8 +112,8 @@ def _layers(group: Group) -> PageSection:
             continue
         seen.append(fold)
         charts += _charts(
-            (f"layers-{number}", f"Loss by layer: {one.label}", depth.losses_by_layer(one, number)),
-            (f"spectra-{number}", f"Spectrum of the latent: {one.label}", depth.spectra(one)),
+            (f"layers-{number}", f"Loss by layer: {one.label}", runs.losses_by_layer(one, number)),
+            (f"spectra-{number}", f"Spectrum of the latent: {one.label}", runs.spectra(one)),
         )
     missing: tuple[tuple[str, str], ...] = ()
     if not charts:

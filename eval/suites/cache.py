@@ -71,7 +71,6 @@ class CacheSize:
 def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
     models: list[ModelCache] = [getattr(found, role) for role in roles]
-    blank = [""] * (len(roles) - 1)
     student, stored, kind = found.student, found.student.stored_dtype, found.student.cache_dtype
     lines = [
         ["cache, elements/token/layer", *(_number(model.elements_per_token_per_layer) for model in models)],
@@ -81,7 +80,7 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
     ]
     if student.quantised_bytes_per_token is not None:
         label = f"cache, bytes/token ({kind} and its scales)"
-        lines.append([label, _number(student.quantised_bytes_per_token), *blank])
+        lines.append([label, _number(student.quantised_bytes_per_token)])
     if kind is not None:
         stored = f"{kind}; of the others {stored}" if models[1:] else kind
     for number, context in enumerate(student.contexts):
@@ -96,7 +95,7 @@ def rows(found: CacheBlock, roles: tuple[str, ...]) -> list[list[str]]:
         shown = (f"{size}, {growing} layers grow" for size, growing in states)
         lines.append(["state of layers without attention", *shown])
     if found.ratio is not None:
-        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}", *blank])
+        lines.append(["cache, share of the teacher's", f"{found.ratio:.2%}"])
     return lines
 
 
@@ -119,7 +118,8 @@ def measure(subject: Subject) -> CacheBlock:
 @torch.inference_mode()
 def count(loaded: Loaded) -> CacheSize:
     """Measure the growth of the cache between a sequence and one of twice its length."""
-    tokens = min(_TOKENS, loaded.positions or _TOKENS, *_windows_of(loaded))
+    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
+    tokens = min(_TOKENS, loaded.positions or _TOKENS, *([max(2, int(window) - 1)] if window else []))
     lengths = (tokens // 2, tokens)
     ids_W = torch.arange(tokens) % loaded.vocabulary
     (short, _), (long, state_bytes) = (_layers(loaded, ids_W[:length]) for length in lengths)
@@ -212,9 +212,8 @@ def _model(subject: Subject, role: str, size: CacheSize, memory: int | None) -> 
     expected = predicted(text_config(path) if is_multimodal(config) else config)
     if expected is not None and expected != size.elements_per_token_per_layer:
         notice(
-            f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and "
-            f"layer in transformers, "
-            f"but {expected:g} by its config.json"
+            f"the cache of {path} holds {size.elements_per_token_per_layer:g} elements per token and layer "
+            f"in transformers, but {expected:g} by its config.json"
         )
     return ModelCache(
         elements_per_token_per_layer=size.elements_per_token_per_layer,
@@ -253,9 +252,3 @@ def _layers(loaded: Loaded, ids_W: Tensor) -> tuple[list[tuple[list[Tensor], int
         window = getattr(layer, "sliding_window", None)
         kept.append((tensors, None if window is None else max(1, int(window) - 1)))
     return kept, state_bytes
-
-
-def _windows_of(loaded: Loaded) -> list[int]:
-    """Return the lengths up to which the cache grows in every layer."""
-    window = getattr(loaded.model.config.get_text_config(), "sliding_window", None)
-    return [max(2, int(window) - 1)] if window else []

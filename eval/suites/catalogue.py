@@ -5,7 +5,8 @@ A suite is a file of this folder and a row here. The file has these functions:
 - `measure(subject)` returns the suite's block of eval.json, or None where the suite does not apply. See
   subject.py for the argument. A block is a frozen dataclass of plain values in `quality_blocks.py` or
   `cost_blocks.py` of `kvfold/checkpoints/`, with a row in `BLOCKS` of `eval_json.py` there.
-- `rows(block, roles)` returns the block's lines of the table that is printed.
+- `rows(block, roles)` returns the block's lines of the table that is printed: a label, and a cell for each
+  role or for the first ones.
 - `check(settings)`, which is optional, gets the suite's settings and refuses what cannot be measured, before
   a model is loaded.
 - `check_room(subject)`, which is optional, refuses prompts too long for the models before any suite measures.

@@ -37,7 +37,7 @@ def rows(found: FidelityBlock, roles: tuple[str, ...]) -> list[list[str]]:
         ("Δp of the next token, RMS", str(found.delta_p_rms)),
         ("correlation of log probabilities", correlation),
     ]
-    return [[label, value, *[""] * (len(roles) - 1)] for label, value in lines]
+    return [[label, value] for label, value in lines]
 
 
 def measure(subject: Subject) -> FidelityBlock | None:

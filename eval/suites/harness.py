@@ -253,9 +253,8 @@ def _refuse_nan(loaded: Loaded, task: str, sample: Mapping[str, Any]) -> None:
         value = response[0] if isinstance(response, list | tuple) and response else response
         if isinstance(value, float) and math.isnan(value):
             raise InvalidInput(
-                f"{loaded.path} gives log likelihoods that are not numbers in document {sample['doc_id']} "
-                f"of {task}; "
-                "--suite ppl names the layer"
+                f"{loaded.path} gives log likelihoods that are not numbers in document {sample['doc_id']} of "
+                f"{task}; --suite ppl names the layer"
             )
 
 

@@ -112,9 +112,8 @@ class Haystack(Prompter):
         room = length - STEPS - len(self._head) - len(stem) - sum(map(len, needles))
         if room < 0:
             raise InvalidInput(
-                f"--retrieval-lengths {length} leaves no room for the keys of {kind} and the question, "
-                f"which take "
-                f"{length - room} tokens in {self._path}; use {length - room} or more"
+                f"--retrieval-lengths {length} leaves no room for the keys of {kind} and the question, which "
+                f"take {length - room} tokens in {self._path}; use {length - room} or more"
             )
         depths = [depth, *(draw.random() for _ in needles[1:])]
         filler = draw_filler(self._sentences, draw, room)

@@ -17,7 +17,6 @@ from ..windows import TextWindows
 def rows(found: PerplexityBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
     models: list[ModelPerplexity] = [getattr(found, role) for role in roles]
-    blank = [""] * (len(roles) - 1)
     lines = [
         ["perplexity", *(f"{model.perplexity:.4g}" for model in models)],
         ["NLL, nats/token", *(str(model.nll) for model in models)],
@@ -29,9 +28,9 @@ def rows(found: PerplexityBlock, roles: tuple[str, ...]) -> list[list[str]]:
         return lines
     low, high = found.difference.low, found.difference.high
     interval = "" if low is None else f" [{low:.4f}, {high:.4f}]"
-    lines.append(["NLL - teacher's [95 %]", f"{found.difference}{interval}", *blank])
-    lines.append(["perplexity / teacher's", str(found.ratio), *blank])
-    return [*lines, ["recovered share", str(found.recovered_share), *blank]]
+    lines.append(["NLL - teacher's [95 %]", f"{found.difference}{interval}"])
+    lines.append(["perplexity / teacher's", str(found.ratio)])
+    return [*lines, ["recovered share", str(found.recovered_share)]]
 
 
 def measure(subject: Subject) -> PerplexityBlock:

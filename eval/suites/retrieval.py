@@ -43,7 +43,6 @@ LONGEST = 4096
 
 def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
-    blank = [""] * (len(roles) - 1)
     lines = []
     for kind in KINDS:
         maps: list[NeedleMap] = [getattr(found, role)[kind] for role in roles]
@@ -54,8 +53,8 @@ def rows(found: RetrievalBlock, roles: tuple[str, ...]) -> list[list[str]]:
             lines.append([f"  the same at {length} tokens", *(f"{share:.3f}" for share in shares)])
         for other, of_kind in (("teacher's", found.difference), ("without --cache-dtype", found.added)):
             if of_kind:
-                lines.append([f"  generated right, - {other}", str(of_kind[kind].accuracy), *blank])
-                lines.append([f"  likeliest, - {other}", str(of_kind[kind].choice), *blank])
+                lines.append([f"  generated right, - {other}", str(of_kind[kind].accuracy)])
+                lines.append([f"  likeliest, - {other}", str(of_kind[kind].choice)])
     return lines
 
 

@@ -31,8 +31,7 @@ def rows(found: RulerBlock, roles: tuple[str, ...]) -> list[list[str]]:
     for task in found.tasks:
         lines.append([f"  {task}", *(str(one.by_task[task]) for one in scores)])
     if found.difference is not None:
-        blank = [""] * (len(roles) - 1)
-        lines.append(["  all tasks, - teacher's", str(found.difference), *blank])
+        lines.append(["  all tasks, - teacher's", str(found.difference)])
     return lines
 
 

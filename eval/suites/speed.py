@@ -35,12 +35,11 @@ _ROLES = ("student", "teacher")  # the folded parent has the student's shapes
 
 def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
-    blank = [""] * (len(roles) - 1)
     lines = []
     for cell in found.cells:
         name = f"{cell.batch} x {cell.context} tokens"
         if cell.skipped is not None:
-            lines.append([f"speed, {name}", f"skipped: {cell.skipped}", *blank])
+            lines.append([f"speed, {name}", f"skipped: {cell.skipped}"])
             continue
         numbers: dict[str, Callable[[ModelSpeed], object]] = {
             f"prefill, {name}, tokens/s": lambda speed: speed.prefill.tokens_per_second,
@@ -52,8 +51,8 @@ def rows(found: SpeedBlock, roles: tuple[str, ...]) -> list[list[str]]:
         for label, number in numbers.items():
             lines.append([label, *(str(number(timing)) if timing else "" for timing in timings)])
         if cell.prefill_speedup and cell.decode_speedup:
-            lines.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup), *blank])
-            lines.append(["  times as fast as the teacher, decode", str(cell.decode_speedup), *blank])
+            lines.append(["  times as fast as the teacher, prefill", str(cell.prefill_speedup)])
+            lines.append(["  times as fast as the teacher, decode", str(cell.decode_speedup)])
     return lines
 
 
@@ -85,11 +84,11 @@ def measure(subject: Subject) -> SpeedBlock:
             name, partial(_time, subject, group, (batch, context), tokens, seconds)
         )
     paired = len(groups) == 1
-    return SpeedBlock(
-        _machine(subject),
-        paired,
-        tuple(_cell(*cell, tokens, raw, limit, paired) for cell, raw in found.items()),
-    )
+    measured = tuple(_cell(*cell, tokens, raw, limit, paired) for cell, raw in found.items())
+    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if subject.device == "cuda":
+        machine = str(torch.cuda.get_device_name())
+    return SpeedBlock(machine, paired, measured)
 
 
 @torch.inference_mode()
@@ -192,14 +191,7 @@ def _contexts(subject: Subject) -> Sequence[int]:
         return fitting or [longest - tokens if longest else CONTEXTS[0]]
     if longest is not None and asked[-1] + tokens > longest:
         raise InvalidInput(
-            f"--speed-context {asked[-1]} and {tokens} decoded tokens exceed the {longest} "
-            f"positions of {path}; "
-            f"use {longest - tokens} or fewer"
+            f"--speed-context {asked[-1]} and {tokens} decoded tokens exceed the {longest} positions of "
+            f"{path}; use {longest - tokens} or fewer"
         )
     return asked
-
-
-def _machine(subject: Subject) -> str:
-    if subject.device == "cuda":
-        return str(torch.cuda.get_device_name())
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

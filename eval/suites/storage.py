@@ -20,7 +20,7 @@ def rows(found: StorageBlock, roles: tuple[str, ...]) -> list[list[str]]:
     ]
     if found.kl_to_teacher is not None:
         lines.append(("  KL(teacher || student) added", short(found.kl_to_teacher)))
-    return [[label, value, *[""] * (len(roles) - 1)] for label, value in lines]
+    return [[label, value] for label, value in lines]
 
 
 def measure(subject: Subject) -> StorageBlock:

@@ -63,7 +63,6 @@ class _KeptScores(FiniteNumbers):
 
 def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
     """Return the lines of the table, each a label and one cell per role."""
-    blank = [""] * (len(roles) - 1)
     only = "" if found.limit is None else f", only the first {found.limit}"
     lines = []
     for name, task in found.tasks.items():
@@ -73,18 +72,18 @@ def rows(found: TasksBlock, roles: tuple[str, ...]) -> list[list[str]]:
             [f"{name}, {task.primary}, {task.shots}-shot{only}", *(str(value or "") for value in values)]
         )
         if metric.difference is not None:
-            lines.append(["  - teacher's [95 %]", _interval(metric.difference), *blank])
+            lines.append(["  - teacher's [95 %]", _interval(metric.difference)])
         if metric.flips is not None:
             flips = (
                 f"{metric.flips.right_to_wrong}, {metric.flips.wrong_to_right}, p = "
                 f"{metric.flips.p_value:.2g}"
             )
-            lines.append(["  right to wrong, wrong to right, McNemar", flips, *blank])
+            lines.append(["  right to wrong, wrong to right, McNemar", flips])
     if len(found.tasks) > 1:
         averages = (getattr(found.average, role) for role in roles)
         lines.append(["average", *("" if value is None else f"{value:.4f}" for value in averages)])
         if found.average.difference is not None:
-            lines.append(["  - teacher's [95 %]", _interval(found.average.difference), *blank])
+            lines.append(["  - teacher's [95 %]", _interval(found.average.difference)])
     return lines
 
 

@@ -196,7 +196,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     config: dict[str, Any] = read_json(path, _CONFIG_BYTES)
     if names := next((field for field in _ELSEWHERE if config.get(field) is not None), ""):
         raise InvalidInput(f"{path} has {names}, which names other files than this one; remove the field")
-    for field, value in _fields(config):
+    for field, value in fields_of(config):
         if field in _LISTED and isinstance(value, int | float) and not 0 <= value <= _LIST_LIMIT:
             raise InvalidInput(
                 f"{path} has {field} {shorten(value)}, where a number from 0 to {_LIST_LIMIT} is needed"
@@ -210,7 +210,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+def fields_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield all fields of a JSON value with their values, at any depth."""
     pending = [value]
     while pending:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from ..core import untrusted
 from ..core.errors import InvalidInput
-from ..core.type_adapters import type_adapter
+from ..core.untrusted import type_adapter
 from .cost_blocks import CacheBlock, SpeedBlock
 from .quality_blocks import (
     FidelityBlock,

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..core.errors import InvalidInput
 from ..core.hub import resolve
-from ..core.type_adapters import type_adapter
-from ..core.untrusted import printable, read_json
+from ..core.untrusted import printable, read_json, type_adapter
 from .record_fields import Recorded
 from .side_files import flaw_of
 
@@ -182,27 +181,20 @@ def is_distilled(record: Mapping[str, Any]) -> bool:
     return "distill" in record or record.get("stage") == "distill"
 
 
-def distilled_record(student: Path, recipe: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of a distilled checkpoint: its student's, with the student as the newest parent.
-
-    `recipe` is resolved, and `result` has tokens, steps and losses; both are plain values.
+def next_record(parent: Path, stage: str) -> dict[str, Any]:
+    """Return the record of what a stage makes of a checkpoint: its own, with it as the newest parent.
 
     Raises:
-        InvalidInput: the student's record is damaged.
+        InvalidInput: the checkpoint's record is damaged.
     """
-    record = read_record(student) or {
+    record = read_record(parent) or {
         "schema": SCHEMA,
         "stage": "source",
-        "source": describe(student, None),
+        "source": describe(parent, None),
         "parents": [],
     }
-    parent = {"stage": record["stage"], "path": str(student.resolve())}
-    return {
-        **record,
-        "stage": "distill",
-        "parents": [*record["parents"], parent],
-        "distill": {"recipe": recipe, **result},
-    }
+    newest = {"stage": record["stage"], "path": str(parent.resolve())}
+    return {**record, "stage": stage, "parents": [*record["parents"], newest]}
 
 
 def describe(

@@ -4,22 +4,18 @@ A field that is added later needs a default, so that records of earlier versions
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
+
+from .quality_blocks import FiniteNumbers
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]  # products of three still have a float
 Plain = str | int | float | bool | None
 
 
-class RecordPart:
-    """The base of parts of a record: numbers are finite."""
-
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
-
-
 @dataclass(frozen=True, kw_only=True)
-class RecordedSource(RecordPart):
+class RecordedSource(FiniteNumbers):
     """The checkpoint that an output was made from, see `record.describe`."""
 
     name: str
@@ -29,7 +25,7 @@ class RecordedSource(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedParent(RecordPart):
+class RecordedParent(FiniteNumbers):
     """A checkpoint on the way from the source to the output."""
 
     stage: str
@@ -37,7 +33,7 @@ class RecordedParent(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedSize(RecordPart):
+class RecordedSize(FiniteNumbers):
     """The size of a cache."""
 
     elements_per_token_per_layer: Annotated[float, Field(gt=0, lt=2**63)]
@@ -45,7 +41,7 @@ class RecordedSize(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedCache(RecordPart):
+class RecordedCache(FiniteNumbers):
     """The size of the cache of the source and of the output.
 
     Where some layers do not attend, the sizes are those of the others; `layers` counts all by kind. Where
@@ -61,7 +57,7 @@ class RecordedCache(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedCalibration(RecordPart):
+class RecordedCalibration(FiniteNumbers):
     """The origin of statistics."""
 
     text: str
@@ -70,7 +66,7 @@ class RecordedCalibration(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedKL(RecordPart):
+class RecordedKL(FiniteNumbers):
     """The KL of a fold from its source, nats per token, on calibration text held back from the fit."""
 
     kl: float
@@ -79,7 +75,7 @@ class RecordedKL(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedFormat(RecordPart):
+class RecordedFormat(FiniteNumbers):
     """The number format that a cache is prepared for, and predicted losses with it."""
 
     name: str
@@ -88,7 +84,7 @@ class RecordedFormat(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedTraining(RecordPart):
+class RecordedTraining(FiniteNumbers):
     """A distillation: its recipe and its result."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +98,7 @@ class RecordedTraining(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedRounding(RecordPart):
+class RecordedRounding(FiniteNumbers):
     """A quantisation of weights."""
 
     scheme: str
@@ -112,14 +108,14 @@ class RecordedRounding(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedSearch(RecordPart):
+class RecordedSearch(FiniteNumbers):
     """A search of `kvfold migrate`, which chose the size."""
 
     command: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(RecordPart):
+class Recorded(FiniteNumbers):
     """The content of kvfold.json."""
 
     schema: int

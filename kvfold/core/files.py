@@ -225,7 +225,10 @@ def _acquire(file: Path, busy: str | None) -> "BaseFileLock":
     from filelock import FileLock, Timeout
 
     for _ in itertools.count() if busy is None else range(_ATTEMPTS):
-        _create(file)
+        # Some versions of filelock report a directory without files, such as /proc, as a lock that is taken;
+        # this gives the system's own error.
+        flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
+        os.close(os.open(file, flags, 0o644))
         lock = FileLock(file, timeout=-1 if busy is None else 0, thread_local=False)
         try:
             lock.acquire()
@@ -235,15 +238,6 @@ def _acquire(file: Path, busy: str | None) -> "BaseFileLock":
             return lock
         lock.release()  # the process that held it has removed the file: another could lock a new one
     raise InvalidInput(str(busy))
-
-
-def _create(file: Path) -> None:
-    """Create an empty file unless it exists, with the system's own error if that is not possible.
-
-    Some versions of filelock report a directory without files, such as /proc, as a lock that is taken.
-    """
-    flags = os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
-    os.close(os.open(file, flags, 0o644))
 
 
 def _check_free(path: Path, replace: bool) -> None:

@@ -55,7 +55,6 @@ class Grid:
         return stream.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML, for a notebook."""
         heads = "".join(f"<th>{escape(column)}</th>" for column in self.columns)
         lines = "".join(f"<tr>{self._cells(row)}</tr>" for row in self.rows)
         caption = f"<caption>{escape(self.title)}</caption>"
@@ -95,5 +94,4 @@ class Tabular(ABC):
         return self.grid()
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML, for a notebook."""
         return self.grid()._repr_html_()

@@ -4,8 +4,8 @@ A file of a checkpoint, a recipe or a text may be damaged or hostile. Every read
 with one sentence that names the file, whatever the file holds.
 """
 
-import functools
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def _decode(content: str | bytes, limit_bytes: int, name: str) -> str:
         raise InvalidInput(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
 
 
-@functools.cache
+@cache
 def _yaml_loader() -> Any:
     """Return the class that reads YAML's plain types: libyaml's, else Python's, which is far slower.
 
@@ -286,3 +286,18 @@ def _too_large(name: str, limit_bytes: int) -> InvalidInput:
 
 def _too_deep(name: str) -> InvalidInput:
     return InvalidInput(f"{name} nests lists and objects more than {DEPTH} levels deep; flatten it")
+
+
+@cache
+def type_adapter(kind: Any) -> Any:
+    """Return the `pydantic.TypeAdapter` of a type; pydantic takes 3 ms to make one for a record's type.
+
+    pydantic is imported when a check is first asked for.
+
+    Example:
+        >>> type_adapter(list[int]).validate_python(["1"])
+        [1]
+    """
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)

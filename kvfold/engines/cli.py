@@ -8,7 +8,7 @@ import click
 from ..core.command_options import read_options, takes
 from ..core.console import Command, notice, show_json, show_table, show_text
 from .request import VerifyRequest, carry_out
-from .verify import FAILED, VerificationReport
+from .verify import FAILED
 
 
 @click.command("verify", cls=Command)
@@ -32,31 +32,24 @@ def main(static: bool, as_json: bool, **options: Any) -> None:
     if as_json:
         show_json(report.to_dict())
     else:
-        _show(report)
+        table = report.grid()
+        show_table(table.title, table.columns, table.rows)
+        unknown = {finding.engine for finding in report.findings if finding.effect == "not known"}
+        known = [name for name in report.engines if report.failures or name not in unknown]
+        verdict = "does not pass" if report.failures else "passes"
+        words = [f"{verdict} for {', '.join(known)}"] if known else []
+        other = ",".join(sorted({one.engine for one in report.findings if one.fails} - {"transformers"}))
+        if other:
+            words.append(f"kvfold convert --engine {other} writes an output that does, or says why not")
+        if unknown:
+            words.append(f"not all is known of {', '.join(sorted(unknown))}, see above")
+        show_text(f"{report.directory} {'; '.join(words)}")
     if not static:
-        _look_for_changes(asked.directory, asked.source)
+        from ..checkpoints.record import changed_since, read_record, source_directory
+
+        source = asked.source or source_directory(asked.directory, "--source")
+        name = changed_since(read_record(asked.directory), source) if source else None
+        if name:
+            notice(f"{source} is not what {asked.directory} was made of: kvfold.json records another {name}")
     if report.failures:
         raise SystemExit(FAILED)
-
-
-def _look_for_changes(directory: Path, source: Path | None) -> None:
-    """Say that a checkpoint was compared with something else than it was made of."""
-    from ..checkpoints.record import changed_since, read_record, source_directory
-
-    source = source or source_directory(directory, "--source")
-    name = changed_since(read_record(directory), source) if source else None
-    if name:
-        notice(f"{source} is not what {directory} was made of: kvfold.json records another {name}")
-
-
-def _show(report: VerificationReport) -> None:
-    table = report.grid()
-    show_table(table.title, table.columns, table.rows)
-    unknown = {finding.engine for finding in report.findings if finding.effect == "not known"}
-    known = report.engines if report.failures else [name for name in report.engines if name not in unknown]
-    verdict = "does not pass" if report.failures else "passes"
-    words = [f"{verdict} for {', '.join(known)}"] if known else []
-    other = ",".join(sorted({one.engine for one in report.findings if one.fails} - {"transformers"}))
-    words += [f"kvfold convert --engine {other} writes an output that does, or says why not"] if other else []
-    words += [f"not all is known of {', '.join(sorted(unknown))}, see above"] if unknown else []
-    show_text(f"{report.directory} {'; '.join(words)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from .fresh_process import MODULES, Check, run_apart
+from .fresh_process import MODULES, Check, check_cache, run_apart
 from .llama_programs import LlamaCpp, LlamaFailure, read_base
 from .vllm_plugin import unknown_release
 
@@ -113,7 +113,8 @@ def _compare(
     told = "is transformers'" if same else f"is {continued!r}, transformers' is {seen['continued']!r}"
     is_tie = not same and seen["least_lead"] <= 2 * NEAR
     checks.append(Check("llama.cpp greedy", None if is_tie else same, f"greedy text {told}"))
-    checks.append(_cached(size, claimed))
+    unknown = Check("llama.cpp cache", None, "it does not print the size of its cache")
+    checks.append(unknown if size is None else check_cache(size, claimed, "llama.cpp"))
     if directory in llama.guessed:
         words = "the converter does not know this tokenizer; for this run it was written as GPT-2's"
         checks.append(Check("llama.cpp tokenizer", None, words))
@@ -136,10 +137,3 @@ def _same(ours: str, theirs: str) -> bool:
     """
     shorter, longer = sorted((ours.rstrip(), theirs.rstrip()), key=len)
     return bool(shorter) and longer.startswith(shorter) and 2 * len(shorter) >= len(longer)
-
-
-def _cached(size: float | None, claimed: float | None) -> Check:
-    if size is None:
-        return Check("llama.cpp cache", None, "it does not print the size of its cache")
-    words = f"{size:g} elements per token and layer" + (f", kvfold.json claims {claimed}" if claimed else "")
-    return Check("llama.cpp cache", True if size == claimed else None, words)

@@ -10,18 +10,7 @@ from typing import Any
 import click
 
 from ..core.console import Command, show_json, show_table
-from .rules.engine_names import ENGINES
-
-NAMES = {
-    "transformers": "transformers",
-    "vllm": "vLLM",
-    "vllm+kvfold": "vLLM with kvfold's plugin",
-    "sglang": "SGLang",
-    "llama.cpp": "llama.cpp",
-    "mlx": "MLX",
-    "tensorrt-llm": "TensorRT-LLM",
-    "tgi": "TGI",
-}
+from .rules.engine_names import ENGINES, NAMES
 
 
 def verdict(output: str, engine: str) -> str:

@@ -87,8 +87,9 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         if done.returncode == -signal.SIGKILL:
-            lines = _raised_elsewhere(lines)
-            if not lines:
+            # SGLang kills itself after its scheduler, another process, has raised and told so.
+            lines = [line for line in lines if _RAISED.match(line)]
+            if not lines or "sigquit" not in done.stderr.lower():
                 raise NotRun("the run was killed, usually by the system for lack of memory")
         lack = lack_of("\n".join(lines))
         if lack is not None:
@@ -97,16 +98,6 @@ def run_apart(script: str, asked: dict[str, Any]) -> dict[str, Any]:
             "failed": f"the run ended with {lines[-1][:300] if lines else f'exit code {done.returncode}'}"
         }
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _raised_elsewhere(lines: list[str]) -> list[str]:
-    """Return what SGLang's scheduler raised, a process after whose end SGLang kills itself.
-
-    `lines` are of stderr. Unless one of them tells of that end, something else killed the process, and
-    nothing is returned.
-    """
-    is_ended = any("sigquit" in line.lower() for line in lines)
-    return [line for line in lines if _RAISED.match(line)] if is_ended else []
 
 
 @dataclass(frozen=True)
@@ -186,19 +177,13 @@ def compare_served(
     if "failed" in served:
         return [Check(engine, False, served["failed"])], {}
     if "lacking" in served:
-        return [
-            Check(
-                engine,
-                None,
-                f"{served['version']} was not run: {served['lacking']}",
-            )
-        ], {}
+        return [Check(engine, None, f"{served['version']} was not run: {served['lacking']}")], {}
     size = sum(served["cache"]) / len(served["cache"])
     numbers: dict[str, Any] = {name: served[name] for name in ("version", "dtype")} | {"cache": size}
     for name in ("own", "source"):
         if name in answers:
             numbers[name] = _differences(served, answers[name])
-    return [*_held(numbers, served, answers["own"], engine), _allocated(size, claimed, engine)], numbers
+    return [*_held(numbers, served, answers["own"], engine), check_cache(size, claimed, engine)], numbers
 
 
 def _differences(served: dict[str, Any], answers: dict[str, Any]) -> dict[str, float]:
@@ -235,25 +220,17 @@ def _held(numbers: dict[str, Any], served: dict[str, Any], own: dict[str, Any], 
             Check(f"{engine} greedy", None, tokens),
         ]
     rows = zip(served["tokens"], own["tokens"], own["leads"], strict=True)
-    leads = [_lead(*row) for row in rows]
+    # The lead of the best token where two sequences part; 0 where they do not.
+    leads = [next((lead for a, b, lead in zip(*row, strict=True) if a != b), 0.0) for row in rows]
     told = "" if max(leads) == 0 else f", where they part the best one leads by {max(leads):.1e}"
     near = most <= NEAR and mean <= NEAR  # the mean shows NaN, which a maximum may ignore
     return [Check(engine, near, words), Check(f"{engine} greedy", max(leads) <= 2 * NEAR, tokens + told)]
 
 
-def _lead(ours: list[int], theirs: list[int], leads: list[float]) -> float:
-    """Return the lead of the best token where two sequences part; 0 where they do not."""
-    return next((lead for a, b, lead in zip(ours, theirs, leads, strict=True) if a != b), 0.0)
-
-
-def _allocated(size: float, claimed: float | None, engine: str) -> Check:
+def check_cache(size: float, claimed: float | None, engine: str) -> Check:
     """Compare what an engine caches with the record.
 
     What it caches in full it computes correctly, so a lost saving does not fail.
     """
-    words = f"{size:g} elements per token and layer"
-    return Check(
-        f"{engine} cache",
-        True if size == claimed else None,
-        words + (f", kvfold.json claims {claimed}" if claimed else ""),
-    )
+    words = f"{size:g} elements per token and layer" + (f", kvfold.json claims {claimed}" if claimed else "")
+    return Check(f"{engine} cache", True if size == claimed else None, words)

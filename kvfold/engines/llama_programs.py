@@ -109,7 +109,16 @@ class LlamaCpp:
         """
         words = ["-m", str(model), "-f", str(text), "--kl-divergence-base", str(base), "-lv", "4"]
         log = self._run("llama-perplexity", [*words, *self._window(context, chunks), *_EXACT])
-        return _cached(log)
+        counts = r"(\d+) cells,\s+(\d+) layers,\s+(\d+)/\d+ seqs\), "
+        found = re.search(counts + r"K \((\w+)\):\s+([\d.]+) MiB, V \((\w+)\):\s+([\d.]+) MiB", log)
+        if found is None:
+            return None
+        sizes = {"f32": 4, "f16": 2, "bf16": 2}
+        cells = int(found.group(1)) * int(found.group(2)) * int(found.group(3))
+        parts = ((found.group(4), found.group(5)), (found.group(6), found.group(7)))
+        if any(kind not in sizes for kind, _ in parts):
+            return None
+        return round(sum(float(size) * 2**20 / sizes[kind] for kind, size in parts) / cells, 1)
 
     def divergence(
         self, model: Path, base: Path, text: Path, context: int, chunks: int
@@ -201,7 +210,6 @@ def _finished(words: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def _same_tokenizer(one: Path, other: Path) -> bool:
-    """Return whether two checkpoints have the same tokenizer.json."""
     files = [directory / "tokenizer.json" for directory in (one, other)]
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
@@ -214,20 +222,6 @@ def _last(log: str) -> str:
     lines = [line for line in log.strip().splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower() or " E " in line]
     return (errors or lines or ["no message"])[-1][-300:]
-
-
-def _cached(log: str) -> float | None:
-    """Return the elements of one layer's cache per token from what is logged when the cache is made."""
-    counts = r"(\d+) cells,\s+(\d+) layers,\s+(\d+)/\d+ seqs\), "
-    found = re.search(counts + r"K \((\w+)\):\s+([\d.]+) MiB, V \((\w+)\):\s+([\d.]+) MiB", log)
-    if found is None:
-        return None
-    sizes = {"f32": 4, "f16": 2, "bf16": 2}
-    cells = int(found.group(1)) * int(found.group(2)) * int(found.group(3))
-    parts = ((found.group(4), found.group(5)), (found.group(6), found.group(7)))
-    if any(kind not in sizes for kind, _ in parts):
-        return None
-    return round(sum(float(size) * 2**20 / sizes[kind] for kind, size in parts) / cells, 1)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,6 @@ def verify_fold(out: Path, asked: Sequence[str], how: str) -> VerificationReport
 def _run(
     directory: Path, source: Path | None, started: Sequence[str], llama: LlamaCpp | None
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Run the checkpoint, and return the checks and their numbers."""
     from ..checkpoints.record import read_record, source_directory
     from ..models.code_files import clean_copy
     from ..models.dequantised import dequantised_copy

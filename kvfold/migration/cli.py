@@ -36,7 +36,7 @@ def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: An
     command with another bound resumes the run. This text was used to choose the step, so report final
     numbers on another one.
     """
-    from .request_reader import read_request
+    from .request import read_request
 
     asked = read_request(read_options(MigrationOptions, options), overrides)
     if dry_run:
@@ -49,7 +49,16 @@ def main(overrides: tuple[str, ...], dry_run: bool, as_json: bool, **options: An
     if as_json:
         show_json(report)
     else:
-        _show(asked, report)
+        from .migrate_call import migration_grid
+
+        grid = migration_grid({**report, "source": asked.wanted.model})
+        show_table(grid.title, grid.columns, grid.rows)
+        if report["met"]:
+            fold = ", the fold itself" if report["kept"] == "folded" else ""
+            show_text(
+                f"Wrote {asked.out} ({report['chosen']}{fold}). Next: kvfold eval "
+                f"{shlex.quote(str(asked.out))} --text ANOTHER_FILE"
+            )
     if not report["met"]:
         raise Unmet(
             f"no step holds {report['until']}; the nearest one, {report['chosen']}, is in {asked.unmet}; "
@@ -91,16 +100,3 @@ def _show_plan(asked: "Migration", as_json: bool) -> None:
         f"The folds take {cost} on this machine while nothing else runs; distillation and evaluation are not "
         "included"
     )
-
-
-def _show(asked: "Migration", report: dict[str, Any]) -> None:
-    from .migrate_call import migration_grid
-
-    grid = migration_grid({**report, "source": asked.wanted.model})
-    show_table(grid.title, grid.columns, grid.rows)
-    if report["met"]:
-        fold = ", the fold itself" if report["kept"] == "folded" else ""
-        show_text(
-            f"Wrote {asked.out} ({report['chosen']}{fold}). Next: kvfold eval {shlex.quote(str(asked.out))} "
-            f"--text ANOTHER_FILE"
-        )

@@ -120,7 +120,7 @@ def migrate(
     """
     from ..eval.assertions import Unmet
     from .migration_options import MigrationOptions
-    from .request_reader import read_request
+    from .request import read_request
     from .steps import migrate as carry_out
 
     given = {"model": text_of(source, "source"), "to": to, "until": until, "out": path_of(out, "out")}

@@ -35,8 +35,7 @@ from ..eval.assertions import Unmet, check
 from ..eval.run import evaluate, reserved
 from ..texts.calibration_name import names_statistics
 from .outcome import arrive, check_places, find_report
-from .request import Migration, Step
-from .request_reader import naming_options
+from .request import Migration, Step, naming_options
 
 # KL in nats that rounding in half precision explains; in float32 `verify` itself asks for less.
 SAME = 1e-3
@@ -125,7 +124,15 @@ def _carry_out(asked: Migration, step: Step, work: WorkDir) -> dict[str, Any]:
     partial = asked.partial.resolve()  # as records spell places
     folded, distilled = (partial / name / step.name for name in ("folded", "distilled"))
     if not folded.exists():
-        _fold(asked, step, folded, work)
+        statistics = _statistics(asked, work)
+        calibration = asked.calibration if statistics else {"calibration": "none"}
+        request = _request(asked, step, calibration)
+        with decomposing("the statistics"):
+            plan = make_plan(asked.source, request, statistics)
+        for sentence in plan.notices:
+            notice(sentence)
+        folded.parent.mkdir(exist_ok=True)
+        rewrite(plan, folded)
     if not distilled.exists():
         broken = verify(folded, run=False).failures
         if broken:
@@ -156,19 +163,6 @@ def _evaluate(asked: Migration, checkpoint: Path, parent: Path | None) -> dict[s
             result = evaluate(checkpoint, asked.source, asked.text, asked.options, parent, journal=journal)
             write(result.to_text())
     return read_report(file, checkpoint).to_json()
-
-
-def _fold(asked: Migration, step: Step, folded: Path, work: WorkDir) -> None:
-    """Write the fold of one size; statistics are taken once for all."""
-    statistics = _statistics(asked, work)
-    calibration = asked.calibration if statistics else {"calibration": "none"}
-    request = _request(asked, step, calibration)
-    with decomposing("the statistics"):
-        plan = make_plan(asked.source, request, statistics)
-    for sentence in plan.notices:
-        notice(sentence)
-    folded.parent.mkdir(exist_ok=True)
-    rewrite(plan, folded)
 
 
 def _request(asked: Migration, step: Step, calibration: Mapping[str, Any]) -> FoldRequest:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, read_config, without_code
+from ..checkpoints.directory import NAMES_CODE, SIDE_CONFIGS, fields_of, read_config, without_code
 from ..checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ..checkpoints.quantised.schemes import MODELOPT_FILE
 from ..checkpoints.shards import INDEX
@@ -29,8 +29,11 @@ def foreign_code(directory: Path) -> str:
     """
     remote = is_remote(directory)
     for name in CONFIGS:
-        for field, named in _named_code(directory / name):
-            if not (remote and name == "config.json" and field == "auto_map" and named == AUTO_MAP):
+        # As transformers may read a damaged file all the same, names of code included, it is refused here.
+        content = read_json(directory / name, top=None) if (directory / name).is_file() else None
+        for field, named in fields_of(content):
+            is_own = remote and name == "config.json" and field == "auto_map" and named == AUTO_MAP
+            if field in NAMES_CODE and named and not is_own:
                 return f"{field} in {name} names {_shown(named)}, which is not code that this kvfold ships"
     missing = missing_code(directory) if remote else ""
     if missing:
@@ -50,22 +53,6 @@ def _shown(named: Any) -> str:
     """Return the first name of code that is not kvfold's, or the whole value where there is no such name."""
     names = [str(name) for name in named.values()] if isinstance(named, dict) else []
     return next((name for name in names if name not in AUTO_MAP.values()), json.dumps(named))[:120]
-
-
-def _named_code(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a JSON file that name code, at any depth, with their values.
-
-    Raises:
-        InvalidInput: the file cannot be read. transformers may read it all the same, names of code included.
-    """
-    pending = [read_json(path, top=None)] if path.is_file() else []
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            yield from ((field, value[field]) for field in NAMES_CODE if value.get(field))
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
 
 
 def config_for_copy(source: Path) -> dict[str, Any]:

@@ -135,26 +135,6 @@ class CallRecorder:
         return hidden_BSD if self._rest is None else (hidden_BSD, *self._rest)
 
 
-def _check_apart(model: Any, *, has_ids: bool) -> None:
-    """Refuse to run layers one by one that read another layer's cache, or embeddings that are not there.
-
-    Raises:
-        InvalidInput: its layers do.
-    """
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if getattr(config, "num_kv_shared_layers", None):
-        raise InvalidInput(
-            f"the last layers of {name} read keys and values of earlier ones, so kvfold cannot run its "
-            "layers one by one"
-        )
-    if not has_ids and getattr(config, "hidden_size_per_layer_input", None):
-        raise InvalidInput(
-            f"every layer of {name} reads embeddings of the tokens, so kvfold cannot run its layers one by "
-            "one without them in memory"
-        )
-
-
 class Decoder:
     """The decoder layers of a causal language model and the attention module in each.
 
@@ -173,7 +153,10 @@ class Decoder:
         self.layers: list[str] = []
         self.attentions: list[str] = []
         for number, layer in enumerate(model.get_submodule(stack)):
-            found = _outermost_attention(layer)
+            found: list[str] = []  # attention modules that are in no other one
+            for name, module in layer.named_modules():
+                if is_attention(module) and not any(name.startswith(f"{outer}.") for outer in found):
+                    found.append(name)
             if len(found) != 1:
                 raise InvalidInput(
                     f"{type(model).__name__} is not made of layers with one attention module each"
@@ -204,7 +187,18 @@ class Decoder:
         Raises:
             InvalidInput: a layer of the model needs more than the call and its input.
         """
-        _check_apart(self.model, has_ids="inputs_embeds" not in inputs)
+        config = self.model.config.get_text_config()
+        name = type(self.model).__name__
+        if getattr(config, "num_kv_shared_layers", None):
+            raise InvalidInput(
+                f"the last layers of {name} read keys and values of earlier ones, so kvfold cannot run its "
+                "layers one by one"
+            )
+        if "inputs_embeds" in inputs and getattr(config, "hidden_size_per_layer_input", None):
+            raise InvalidInput(
+                f"every layer of {name} reads embeddings of the tokens, so kvfold cannot run its layers one "
+                "by one without them in memory"
+            )
         layers = [self.layer(number) for number in range(len(self))]
         _, calls = self._recorder.record(layers, lambda: self.model.base_model(**inputs, use_cache=False))
         return calls
@@ -267,16 +261,6 @@ class Decoder:
 
 class _Stopped(Exception):
     """The model has called the layers that matter."""
-
-
-def _outermost_attention(layer: nn.Module) -> list[str]:
-    """Return the names of the attention modules in a layer that are in no other one."""
-    found: list[str] = []
-    for name, module in layer.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if is_attention(module) and not inside:
-            found.append(name)
-    return found
 
 
 @contextmanager

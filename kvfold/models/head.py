@@ -11,10 +11,8 @@ from torch import Tensor
 from ..core.errors import InvalidInput
 from .causal_lm import Loaded
 
-# Fields of config.json with which a family multiplies, divides or bounds its logits.
-_FACTORS = ("logit_scale",)  # Cohere
-_DIVISORS = ("logits_scaling",)  # Granite
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2 and later, RecurrentGemma
+# Fields of config.json with which a family bounds its logits: Gemma 2 and later, RecurrentGemma.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 class HeadForm(NamedTuple):
@@ -42,11 +40,8 @@ def head_form(model: Any) -> HeadForm:
     `check_head` compares it with the model.
     """
     config = model.config.get_text_config()
-    scale = 1.0
-    for name in _FACTORS:
-        scale *= _number(config, name) or 1.0
-    for name in _DIVISORS:
-        scale /= _number(config, name) or 1.0
+    scale = _number(config, "logit_scale") or 1.0  # Cohere
+    scale /= _number(config, "logits_scaling") or 1.0  # Granite
     caps = [cap for name in _SOFT_CAPS if (cap := _number(config, name))]
     return HeadForm(scale, caps[0] if caps else None)
 

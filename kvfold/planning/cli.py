@@ -4,16 +4,13 @@ Which targets fit a memory at a context and batch, what each costs and loses, an
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..core.command_options import read_options, takes
 from ..core.console import Command, notice, show_json, show_table, show_text
 from .request import PlanRequest
-
-if TYPE_CHECKING:
-    from .recommendation import Candidates
 
 UNFIT = 3  # exit code where nothing fits: an answer, and no mistake
 
@@ -44,27 +41,25 @@ def main(every: bool, as_json: bool, **options: Any) -> None:
     if as_json:
         show_json(found.report)
     else:
-        _show(found, every=every)
+        refused: dict[str, list[str]] = {}
+        for kind in ("gqa", "mla decoupled", "mla intact"):
+            if kind in found.report["refused"]:
+                refused.setdefault(found.report["refused"][kind], []).append(kind)
+        for why, kinds in refused.items():
+            notice(f"no {' and no '.join(kinds)}: {why}")
+        table = found.grid(every=every)
+        show_table(table.title, table.columns, table.rows)
+        count = len(found.report["candidates"])
+        if len(found) < count and not every:
+            notice(
+                f"targets that do not fit are left out ({count - len(found)} of {count}); --all lists them"
+            )
+        if "curve" in found.report:
+            points = found.report["curve"]
+            lines = [(p["line"], p["label"], f"{p['share']:.1%}", f"{p['loss']:.4f}") for p in points]
+            show_table("predicted loss against cache", ("", "", "cache", found.loss_heading), lines)
+        if found.report["unchanged"] and found.report["unchanged"]["fits"]:
+            notice("the source itself fits")
+        show_text(found.advice)
     if found.chosen is None:
         sys.exit(UNFIT)
-
-
-def _show(found: "Candidates", *, every: bool) -> None:
-    refused: dict[str, list[str]] = {}
-    for kind in ("gqa", "mla decoupled", "mla intact"):
-        if kind in found.report["refused"]:
-            refused.setdefault(found.report["refused"][kind], []).append(kind)
-    for why, kinds in refused.items():
-        notice(f"no {' and no '.join(kinds)}: {why}")
-    table = found.grid(every=every)
-    show_table(table.title, table.columns, table.rows)
-    count = len(found.report["candidates"])
-    if len(found) < count and not every:
-        notice(f"targets that do not fit are left out ({count - len(found)} of {count}); --all lists them")
-    if "curve" in found.report:
-        points = found.report["curve"]
-        lines = [(p["line"], p["label"], f"{p['share']:.1%}", f"{p['loss']:.4f}") for p in points]
-        show_table("predicted loss against cache", ("", "", "cache", found.loss_heading), lines)
-    if found.report["unchanged"] and found.report["unchanged"]["fits"]:
-        notice("the source itself fits")
-    show_text(found.advice)

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ..convert.algebra.attention import Attention, LatentAttention
-from ..convert.algebra.forward import AnyAttention, Scoring, attend
+from ..convert.algebra.forward import AnyAttention, attend
 from ..convert.algebra.target import LatentTarget
 from ..convert.decide.plan import Plan
 from ..convert.layer.fold import fold_attention
-from ..convert.methods.refinement import LayerSample, agrees, measure
+from ..convert.methods.layer_sample import sample_of
+from ..convert.methods.refinement import measure
 from ..convert.methods.slots import slots_of
 from ..convert.storage.cache_basis import fit_basis, in_basis
 from ..convert.storage.cache_moments import weights_moments
@@ -116,25 +117,19 @@ def _with_cache(plan: Plan, number: int, kind: CacheDtype) -> float | None:
 
     It is None where `forward.attend` does not compute the source's attention.
     """
-    source, table_F, scoring = _source(plan, number)
+    source, table_F, factor = _source(plan, number)
     if plan.statistics is None:
         return _share(plan, number, source, kind)
     taken = plan.statistics.layers[plan.source.attending.index(number)]
-    sample = LayerSample(
-        input_BTD=taken.input_BTD,
-        output_BTD=taken.output_BTD,
-        fisher_DD=taken.output_fisher,
-        scoring=scoring,
-    )
-    if not agrees(source, table_F, sample):
-        return None
-    return measure(source, table_F, source, table_F, sample, kind.stored)
+    sample = sample_of(plan.source, taken, number, source, table_F, factor)
+    return None if sample is None else measure(source, table_F, source, table_F, sample, kind.stored)
 
 
 def _share(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype | None = None) -> float:
     """Return the squared error of one layer's output over its square."""
-    source, table_F, scoring = _source(plan, number)
-    scoring, slots_S = scoring.to(torch.float32), _turning(plan, number, layer, table_F)
+    source, table_F, factor = _source(plan, number)
+    scoring = plan.source.scoring(number, factor).to(torch.float32)
+    slots_S = _turning(plan, number, layer, table_F)
     generator = torch.Generator().manual_seed(number)
     input_BTD = torch.randn(SEQUENCES, LENGTH, plan.source.geometry.hidden_size, generator=generator)
     cache = None if kind is None else kind.stored
@@ -144,16 +139,16 @@ def _share(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype | None
     return float((given_BTD - wanted_BTD).square().sum() / wanted_BTD.square().sum())
 
 
-def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, Scoring]:
-    """Return the source's layer, the frequencies of its pairs, and its scoring.
+def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, float]:
+    """Return the source's layer, the frequencies of its pairs, and the factor that is left to its scoring.
 
     They are taken as layer/fold.py takes them.
     """
     if isinstance(plan.target, LatentTarget):
         table_F, factor = plan.source.frequencies(number)
-        return plan.source.attention(number, factor), table_F, plan.source.scoring(number)
+        return plan.source.attention(number, factor), table_F, 1.0
     table_F, factor = plan.source.nominal_frequencies(number)
-    return plan.source.attention(number), table_F, plan.source.scoring(number, factor)
+    return plan.source.attention(number), table_F, factor
 
 
 def _turning(plan: Plan, number: int, layer: AnyAttention, table_F: Tensor) -> Tensor:

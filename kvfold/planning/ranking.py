@@ -62,8 +62,11 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
-        one = self.candidate
-        cache = self.candidate.plan.cache()
+        one, stored = self.candidate, {}
+        cache = one.plan.cache()
+        if self.kind is not None:
+            size = token_bytes(one.plan, kind=self.kind) * len(one.plan.layers)
+            stored = {"dtype": self.kind.name, "bytes_per_token": size, "bytes_share": self.share}
         return {
             "label": self.name,
             "kind": one.kind,
@@ -71,7 +74,7 @@ class Row:
             "container": one.container,
             "class": one.architecture,
             "engines": dict(one.engines),
-            "cache": {**cache["after"], **self._stored(), "share": cache["ratio"]},
+            "cache": {**cache["after"], **stored, "share": cache["ratio"]},
             "rank": {"elements_per_token_per_layer": self.held, "saves": self.saves},
             "parameters": parameters([*one.plan.specs.values(), *one.others]),
             "memory": {**asdict(self.demand), "total": self.demand.total},
@@ -79,14 +82,6 @@ class Row:
             "predicted_loss": self.loss,
             "decode": asdict(self.decoding),
         }
-
-    def _stored(self) -> dict[str, Any]:
-        """Return what a number format changes of the cache; nothing without one."""
-        if self.kind is None:
-            return {}
-        layers = len(self.candidate.plan.layers)
-        stored = token_bytes(self.candidate.plan, kind=self.kind) * layers
-        return {"dtype": self.kind.name, "bytes_per_token": stored, "bytes_share": self.share}
 
 
 def alternative(rows: Sequence[Row]) -> Row | None:

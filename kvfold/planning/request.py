@@ -17,10 +17,6 @@ def _with_unit(memory: int) -> int:
     return memory
 
 
-def _once(shares: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(shares))
-
-
 class PlanRequest(Settings):
     """A comparison of targets as a user asks for it: `kvfold plan` takes its fields as options."""
 
@@ -44,7 +40,7 @@ class PlanRequest(Settings):
     output."""
     engines: Engines = ()
     """Engines that must run the output. Default: any."""
-    budgets: Annotated[Shares, AfterValidator(_once)] | None = None
+    budgets: Annotated[Shares, AfterValidator(lambda shares: tuple(dict.fromkeys(shares)))] | None = None
     """Shares of the source's cache to try for MLA, such as 50%,25%."""
     cache_dtypes: Annotated[
         tuple[CacheDtypeName, ...], BeforeValidator(as_list), Option("--cache-dtype", "NAME,...")

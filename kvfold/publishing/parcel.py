@@ -82,7 +82,12 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
         InvalidInput: a file that is needed is a link to somewhere else or cannot be read, or a file is
             half-written.
     """
-    needed = {*_weights(directory), *_NEEDED, *(CODE if carries_own_code(directory) else ())}
+    weights = open_checkpoint(directory).files
+    for file in weights:
+        if file.parent != directory:
+            raise InvalidInput(f"{printable(file)} is not in {printable(directory)}; move the weights there")
+    needed = {INDEX, *(file.name for file in weights), *_NEEDED}
+    needed |= set(CODE) if carries_own_code(directory) else set()
     shown = {unquote(place or other).removeprefix("./") for place, other in _IMAGE.findall(card)}
     images = {place for place in shown if PurePosixPath(place).suffix.lower() in _IMAGES}
     files: dict[str, int] = {}
@@ -92,7 +97,10 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
             continue
         if entry.suffix == ".partial" and not entry.is_dir():
             raise InvalidInput(f"{printable(entry)} is half-written; finish what writes it, or remove it")
-        for path in _files_in(entry):
+        inside = [entry]
+        if entry.is_dir() and not entry.is_symlink():
+            inside = sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())
+        for path in inside:
             name = path.relative_to(directory).as_posix()
             is_needed = name in needed
             # A `*` of a pattern stands for no `/`.
@@ -108,23 +116,3 @@ def choose_files(directory: Path, card: str) -> tuple[dict[str, int], dict[str, 
                 continue
             files[name] = path.stat().st_size
     return files, left_out
-
-
-def _weights(directory: Path) -> set[str]:
-    """Return the names of the weight files that the checkpoint consists of, and of their index.
-
-    Raises:
-        InvalidInput: they are damaged, or not files of the directory itself.
-    """
-    files = open_checkpoint(directory).files
-    for path in files:
-        if path.parent != directory:
-            raise InvalidInput(f"{printable(path)} is not in {printable(directory)}; move the weights there")
-    return {INDEX, *(path.name for path in files)}
-
-
-def _files_in(entry: Path) -> list[Path]:
-    """Return an entry of a directory, or all that is inside it if it is a directory and no link."""
-    if not entry.is_dir() or entry.is_symlink():
-        return [entry]
-    return sorted(path for path in entry.rglob("*") if path.is_symlink() or not path.is_dir())

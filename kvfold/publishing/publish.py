@@ -201,7 +201,17 @@ def main(as_json: bool, **options: Any) -> None:
             }
         )
     elif asked.dry_run:
-        _show(found, private)
+        show_text(found.card.expandtabs())
+        rows = [(name, f"{size:,}") for name, size in found.files.items()]
+        show_table(f"{found.repository} (dry run)", ("file", "bytes"), rows)
+        if found.left_out:
+            show_table("Left out", ("file", ""), list(found.left_out.items()))
+        kind = "private repository" if private else "repository"
+        size = sum(found.files.values()) / 1e6
+        show_text(
+            f"{len(rows)} files, {size:,.1f} MB, in one commit to {found.repository}; the {kind} is "
+            f"created if it does not exist"
+        )
     else:
         removed = f", {', '.join(found.removed)} removed" if found.removed else ""
         show_text(
@@ -210,17 +220,3 @@ def main(as_json: bool, **options: Any) -> None:
         )
         if found.left_out:
             show_text(f"Left out: {', '.join(found.left_out)}")
-
-
-def _show(found: Published, private: bool) -> None:
-    show_text(found.card.expandtabs())
-    rows = [(name, f"{size:,}") for name, size in found.files.items()]
-    show_table(f"{found.repository} (dry run)", ("file", "bytes"), rows)
-    if found.left_out:
-        show_table("Left out", ("file", ""), list(found.left_out.items()))
-    kind = "private repository" if private else "repository"
-    size = sum(found.files.values()) / 1e6
-    show_text(
-        f"{len(rows)} files, {size:,.1f} MB, in one commit to {found.repository}; the {kind} is "
-        f"created if it does not exist"
-    )

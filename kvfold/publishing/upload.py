@@ -95,8 +95,7 @@ def _check_text(api: HfApi, publication: Publication) -> None:
     ):
         raise InvalidInput(
             f"README.md of {publication.repository} was written on the Hub; copy it into "
-            f"{publication.directory} to keep its text, "
-            "or delete it there"
+            f"{publication.directory} to keep its text, or delete it there"
         )
 
 

@@ -20,7 +20,6 @@ from .request import GROUPS, LEAST_GROUP
 
 if TYPE_CHECKING:
     from ..checkpoints.directory import Checkpoint
-    from ..checkpoints.shards import TensorSpec
 
 # Modules of latent attention, of every container. `kv_a` writes the cache. `kv_b` is absorbed into queries
 # and outputs in decoding, for which engines dequantise it; remote containers multiply its weight directly.
@@ -69,8 +68,21 @@ def choose_weights(
         InvalidInput: transformers cannot build the model, it has no linear module, or the group divides no
             width.
     """
-    model = _empty_model(checkpoint)
-    candidates = _candidates(checkpoint, model)
+    from accelerate import init_empty_weights
+
+    from ..models.causal_lm import build_empty
+    from ..models.decoder import layer_list
+
+    with init_empty_weights():
+        model = build_empty(checkpoint.directory, None, torch.bfloat16)
+    stack = layer_list(model)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    inside = [name for name in checkpoint if name.startswith(f"{stack}.") and name.endswith(".weight")]
+    candidates = [
+        name
+        for name in inside
+        if len(checkpoint.spec(name).shape) == 2 and (module_of(name) in linear or _EXPERT.match(name))
+    ]
     if not candidates:
         raise InvalidInput(
             f"{checkpoint.directory} has no linear module in its layers that can be quantised: a "
@@ -80,7 +92,11 @@ def choose_weights(
     specs = {name: checkpoint.spec(name) for name in candidates}
     if grouped:
         widths = {name: spec for name, spec in specs.items() if name not in left}
-        group = group or _best_group(widths)
+        lost = {
+            size: sum(math.prod(spec.shape) for spec in widths.values() if spec.shape[1] % size)
+            for size in GROUPS
+        }
+        group = group or min(GROUPS, key=lambda size: (lost[size], -size))  # the largest of the best
         reason = f"groups of {group} do not divide their width"
         left |= {name: reason for name, spec in widths.items() if spec.shape[1] % group}
     left |= _with_joined(candidates, left)
@@ -100,28 +116,6 @@ def choose_weights(
     )
 
 
-def _empty_model(checkpoint: Checkpoint) -> Any:
-    from accelerate import init_empty_weights
-
-    from ..models.causal_lm import build_empty
-
-    with init_empty_weights():
-        return build_empty(checkpoint.directory, None, torch.bfloat16)
-
-
-def _candidates(checkpoint: Checkpoint, model: Any) -> list[str]:
-    from ..models.decoder import layer_list
-
-    stack = layer_list(model)
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    inside = [name for name in checkpoint if name.startswith(f"{stack}.") and name.endswith(".weight")]
-    return [
-        name
-        for name in inside
-        if len(checkpoint.spec(name).shape) == 2 and (module_of(name) in linear or _EXPERT.match(name))
-    ]
-
-
 def _reason(name: str, kept: Collection[str]) -> str:
     """Return why a weight is left whatever its shape; empty where it is not."""
     parts = module_of(name).split(".")
@@ -132,15 +126,6 @@ def _reason(name: str, kept: Collection[str]) -> str:
     if any(part in _MIXERS for part in parts):
         return "layers without attention keep their mixers as they are"
     return ""
-
-
-def _best_group(specs: Mapping[str, TensorSpec]) -> int:
-    """Return the group that leaves the fewest numbers, the largest of several such."""
-
-    def lost(group: int) -> int:
-        return sum(spec.shape[0] * spec.shape[1] for spec in specs.values() if spec.shape[1] % group)
-
-    return min(GROUPS, key=lambda group: (lost(group), -group))
 
 
 def _fitting(columns: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ from ..checkpoints.directory import Checkpoint, check_output, check_side_files, 
 from ..checkpoints.identity import check_unchanged
 from ..checkpoints.quantised.packed_checkpoint import is_quantised
 from ..checkpoints.quantised.packed_tensor import module_of
-from ..checkpoints.record import SCHEMA, describe, is_folded, read_record, write_record
+from ..checkpoints.record import is_folded, next_record, write_record
 from ..checkpoints.shards import SHARD_SIZE, ShardWriter, TensorSpec
 from ..convert.families.recognition import is_multimodal
 from ..core.console import progress
@@ -148,7 +148,11 @@ def write_quantized(plan: QuantizePlan, shard_size: int = SHARD_SIZE) -> dict[st
     from ..convert.write.model_card import write_card
 
     source = plan.checkpoint.directory
-    record = _record(plan)
+    record = {
+        **next_record(source, STAGE),
+        "kvfold": __version__,
+        "quantize": {"command": plan.command, **plan.to_dict()},
+    }
     check_makeable(plan.out)
     with whole_directory(plan.out, "quantisation") as place:
         with ShardWriter(place, plan.specs, shard_size) as writer:
@@ -184,21 +188,3 @@ def _write_rounded(plan: QuantizePlan, name: str, writer: ShardWriter) -> None:
                 writer.write(
                     f"{module_of(name)}.{part}", tensor, first // shape[1] * math.prod(tensor.shape[1:])
                 )
-
-
-def _record(plan: QuantizePlan) -> dict[str, Any]:
-    directory = plan.checkpoint.directory
-    record = read_record(directory) or {
-        "schema": SCHEMA,
-        "stage": "source",
-        "source": describe(directory, None),
-        "parents": [],
-    }
-    parent = {"stage": record["stage"], "path": str(directory.resolve())}
-    return {
-        **record,
-        "kvfold": __version__,
-        "stage": STAGE,
-        "parents": [*record["parents"], parent],
-        "quantize": {"command": plan.command, **plan.to_dict()},
-    }

@@ -22,7 +22,11 @@ def main() -> None:
         frames.flush()
 
     try:
-        _wait_for_no_threads()
+        from datasets import config
+
+        # Otherwise `datasets` 5 sleeps five seconds behind every shuffled Parquet file, so that Arrow's
+        # threads are gone when Python shuts down. This process ends without that.
+        config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
         limit_memory(system_bytes())  # now that `datasets` has been imported
         for columns in open_rows(request):
             write(("rows", dict(columns)))
@@ -44,14 +48,3 @@ def _end_with(error: BaseException) -> NoReturn:
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)
-
-
-def _wait_for_no_threads() -> None:
-    """Take out the five seconds that `datasets` 5 sleeps behind every shuffled Parquet file.
-
-    They are there so that Arrow's threads are gone when Python shuts down. This process ends without that, by
-    `os._exit` or by a signal of its reader.
-    """
-    from datasets import config
-
-    config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0

@@ -29,7 +29,12 @@ def read_rows(file: Path | None) -> list[str]:
         InvalidInput: the file holds no such rows, or there is neither cache nor network.
     """
     if file is None:
-        return _download()
+        name, configuration, split = HUB
+        source = DocumentSource(name, config=configuration, split=split, option="")
+        try:
+            return [row for columns in read_downloaded(source) for row in columns["text"]]
+        except InvalidInput as mistake:
+            raise InvalidInput(f"{mistake}; {_ABSENT}") from None
     content = read_json(file, name=f"--rows {file}", top=None)
     rows = content.get("text") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not rows or not all(map(is_text, rows)):
@@ -37,15 +42,6 @@ def read_rows(file: Path | None) -> list[str]:
             f'--rows {printable(file)} holds no rows; give an object {{"text": [rows]}} or a list of strings'
         )
     return rows
-
-
-def _download() -> list[str]:
-    name, configuration, split = HUB
-    source = DocumentSource(name, config=configuration, split=split, option="")
-    try:
-        return [row for columns in read_downloaded(source) for row in columns["text"]]
-    except InvalidInput as mistake:
-        raise InvalidInput(f"{mistake}; {_ABSENT}") from None
 
 
 def articles(rows: list[str]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from kvfold.convert.write.model_card import without_metadata, written_by_kvfold
 from kvfold.core.errors import InvalidInput
 from kvfold.distill.stages.state import newest
 from kvfold.migration import steps
-from kvfold.migration.request_reader import read_bound
+from kvfold.migration.request import read_bound
 
 from ..support.distillation import as_launched
 from ..support.migrations import DEMO, arguments, interrupt, invoke, unproven

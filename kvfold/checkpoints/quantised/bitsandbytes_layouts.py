@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import parse_json
-from .bit_fields import nibbles
-from .packed_tensor import PackedTensor, Parts, StoredTensors
+from .packed_tensor import PackedTensor, Parts, StoredTensors, nibbles
 
 _STATE = ".quant_state.bitsandbytes__"
 _FULL = 127  # the int8 number of a row's greatest value

@@ -15,8 +15,20 @@ from torch import Tensor
 from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
 from ..shards import TensorSpec
-from .bit_fields import WIDTHS, WORD, fields, fp4
-from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
+from .packed_tensor import (
+    FLOATS,
+    FP8,
+    POWERS,
+    WIDTHS,
+    WORD,
+    PackedTensor,
+    Parts,
+    Shape,
+    StoredTensors,
+    as_scale,
+    fields,
+    fp4,
+)
 from .scaled_numbers import scale_shapes, scaled
 
 FORMATS = (
@@ -42,7 +54,13 @@ def find_compressed(stored: StoredTensors, config: Mapping[str, Any]) -> dict[st
             found[name] = _packed(stored, module, groups)
     for name, spec in stored.specs.items():
         if name.endswith(".weight") and spec.dtype in (*FP8, torch.int8):
-            found[name] = _bytes(stored, name, groups)
+            shape = stored.specs[name].shape
+            scale, zero = f"{name}_scale", f"{name}_zero_point"
+            group = _fitting(stored, name, scale, shape, groups)
+            biased = zero in stored.specs or _all_have(groups, "symmetric", False)
+            found[name] = scaled(
+                stored, name, scale, _grid(group, *shape[-2:]), zero=zero if biased else None
+            )
     return found
 
 
@@ -118,14 +136,6 @@ def fitting_groups(
         if is_stored and _has_grid(scale.shape, shape, weights):
             found.append(label)
     return found
-
-
-def _bytes(stored: StoredTensors, name: str, groups: list[Mapping[str, Any]]) -> PackedTensor:
-    shape = stored.specs[name].shape
-    scale, zero = f"{name}_scale", f"{name}_zero_point"
-    group = _fitting(stored, name, scale, shape, groups)
-    biased = zero in stored.specs or _all_have(groups, "symmetric", False)
-    return scaled(stored, name, scale, _grid(group, *shape[-2:]), zero=zero if biased else None)
 
 
 def _packed(stored: StoredTensors, module: str, groups: list[Mapping[str, Any]]) -> PackedTensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import shorten
-from .bit_fields import WIDTHS, WORD, fields
-from .packed_tensor import FLOATS, PackedTensor, Parts, StoredTensors
+from .packed_tensor import FLOATS, WIDTHS, WORD, PackedTensor, Parts, StoredTensors, fields
 
 # The place of output n of a word in its eight fields, from the lowest bits up.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

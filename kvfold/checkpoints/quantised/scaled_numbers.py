@@ -1,9 +1,11 @@
-"""Weights of one byte per number with a scale per tensor, row, group of columns or block.
+"""Weights of a byte or half a byte per number, with a scale per tensor, row, group of columns or block.
 
 FP8 checkpoints of DeepSeek and Qwen store `weight_scale_inv` per block, those of other tools `weight_scale`;
-either is multiplied with the numbers.
+either is multiplied with the numbers. MXFP4 is the OCP Microscaling format as gpt-oss stores its experts:
+blocks of 32 E2M1 numbers, two per byte with the low bits first, each with one E8M0 scale, a power of two.
 
-Legend: R rows, C columns; leading dimensions (experts) may precede them.
+Legend: E experts, R rows, C columns, G groups of 32 inputs, X numbers of a group; leading dimensions
+(experts) may precede rows.
 """
 
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale
+from .packed_tensor import FLOATS, FP8, POWERS, PackedTensor, Parts, Shape, StoredTensors, as_scale, fp4
 
 _SCALES = ("_scale_inv", "_scale")  # endings of a scale's name after the weight's
 
@@ -107,3 +109,34 @@ def _whole(stored: StoredTensors, name: str, scale: str) -> tuple[int, int]:
     found = stored.specs.get(scale)
     by_row = found is not None and found.shape in scale_shapes(stored.specs[name].shape, (1, columns))
     return (1 if by_row else rows), columns
+
+
+_BYTES = 16  # of a block, whose 32 numbers share a scale
+
+
+def find_mxfp4(stored: StoredTensors, config: Mapping[str, Any]) -> dict[str, PackedTensor]:
+    """Return the expert weights of `quant_method: mxfp4`, as (E, inputs, outputs).
+
+    Raises:
+        InvalidInput: blocks or scales are missing or misshapen.
+    """
+    found: dict[str, PackedTensor] = {}
+    for name in stored.ending("_blocks"):
+        blocks = f"{name}_blocks"
+        shape = stored.shape(blocks, 4)
+        stored.require(blocks, name, [(*shape[:3], _BYTES)], (torch.uint8,))
+        scales = stored.require(f"{name}_scales", name, [shape[:3]], POWERS)
+        experts, rows, groups, _ = shape
+        found[name] = PackedTensor(
+            shape=(experts, groups * 2 * _BYTES, rows),
+            parts={"blocks": blocks, "scale": scales},
+            unpack=_unpack,
+        )
+    return found
+
+
+def _unpack(found: Parts, first: int, count: int) -> Tensor:
+    chunk = slice(first, first + count)
+    numbers_ERGX = fp4(found["blocks"][chunk])
+    numbers_ERGX *= as_scale(found["scale"][chunk])[..., None]
+    return numbers_ERGX.flatten(2).mT

@@ -10,10 +10,9 @@ from ...core.untrusted import read_json, shorten
 from .bitsandbytes_layouts import find_bitsandbytes
 from .compressed import find_compressed
 from .int4_layouts import find_awq, find_gptq
-from .micro_scaled import find_mxfp4
 from .modelopt_layouts import find_modelopt
 from .packed_tensor import PackedTensor, StoredTensors
-from .scaled_numbers import find_fp8
+from .scaled_numbers import find_fp8, find_mxfp4
 from .unconverted import Spelling, in_compressed, in_list, in_modelopt, in_patterns
 
 MODELOPT_FILE = "hf_quant_config.json"
@@ -105,21 +104,16 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, di
         )
     nested = found.get("quantization")
     for part in (found, nested if isinstance(nested, dict) else {}):
-        _check_lists(directory, part)
-    return method, found
-
-
-def _check_lists(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check the fields that name modules, which outputs extend."""
-    for field in LISTS:
-        names = config.get(field)
-        if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        for field in LISTS:
+            names = part.get(field)
+            if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+                raise InvalidInput(
+                    f"{directory} has {field} {shorten(names)} in its quantization_config, where a list of "
+                    "names is needed"
+                )
+        if not isinstance(part.get("dynamic") or {}, dict):
             raise InvalidInput(
-                f"{directory} has {field} {shorten(names)} in its quantization_config, where a list of names "
-                "is needed"
+                f"{directory} has dynamic {shorten(part['dynamic'])} in its quantization_config, where an "
+                "object of patterns is needed"
             )
-    if not isinstance(config.get("dynamic") or {}, dict):
-        raise InvalidInput(
-            f"{directory} has dynamic {shorten(config['dynamic'])} in its quantization_config, where an "
-            "object of patterns is needed"
-        )
+    return method, found

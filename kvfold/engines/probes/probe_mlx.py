@@ -8,7 +8,6 @@ import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 
 def main() -> None:
@@ -42,14 +41,12 @@ def main() -> None:
         "dtype": dtype,
         "log_probs": scores,
         "tokens": tokens,
-        "cache": [_elements(layer) for layer in cache or ()],
+        "cache": [
+            float(sum(part.shape[0] * part.shape[1] * part.shape[3] for part in (layer.keys, layer.values)))
+            for layer in cache or ()
+        ],
     }
     print(json.dumps(told))
-
-
-def _elements(layer: Any) -> float:
-    """Return the elements that one layer's cache keeps per token."""
-    return float(sum(part.shape[0] * part.shape[1] * part.shape[3] for part in (layer.keys, layer.values)))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,6 @@ def main() -> None:
 
 
 def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
-    """Return the settings with which the engine is started."""
     longest = max(len(asked["text"][0]), asked["prompt"] + asked["steps"])
     settings = {
         "model_path": asked["directory"],

@@ -46,18 +46,21 @@ def main() -> None:
     ]
     prompts = [{"prompt_token_ids": ids[: asked["prompt"]]} for ids in asked["text"]]
     grown = model.generate(prompts, vllm.SamplingParams(max_tokens=asked["steps"], **plain), use_tqdm=False)
+    # what vLLM allocates per token in every layer, in elements.
+    (layers,) = model.collective_rpc("get_kv_cache_spec")
     told = {
         "version": vllm.__version__,
         "dtype": str(model.llm_engine.model_config.dtype).removeprefix("torch."),
         "log_probs": scores,
         "tokens": [list(output.outputs[0].token_ids) for output in grown],
-        "cache": _elements(model),
+        "cache": [
+            layer.page_size_bytes / layer.block_size / layer.dtype.itemsize for layer in layers.values()
+        ],
     }
     print(json.dumps(told))
 
 
 def _settings(asked: dict[str, Any], cuda: bool) -> dict[str, Any]:
-    """Return the settings with which the engine is started."""
     longest = max(len(asked["text"][0]), asked["prompt"] + asked["steps"]) + 1
     settings: dict[str, Any] = {
         "model": asked["directory"],
@@ -107,12 +110,6 @@ def _unloaded() -> str:
     except (ImportError, RuntimeError) as error:  # a build for CUDA next to a torch for CPUs
         return f"its multimodal classes import torchvision, which does not load here ({error})"
     return ""
-
-
-def _elements(model: Any) -> list[float]:
-    """Return what vLLM allocates per token in every layer, in elements."""
-    (layers,) = model.collective_rpc("get_kv_cache_spec")
-    return [layer.page_size_bytes / layer.block_size / layer.dtype.itemsize for layer in layers.values()]
 
 
 if __name__ == "__main__":

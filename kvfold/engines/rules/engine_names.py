@@ -8,6 +8,16 @@ EngineName = Literal[
     "transformers", "vllm", "vllm+kvfold", "sglang", "llama.cpp", "mlx", "tensorrt-llm", "tgi"
 ]  # fmt: skip
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+NAMES = {  # as they call themselves
+    "transformers": "transformers",
+    "vllm": "vLLM",
+    "vllm+kvfold": "vLLM with kvfold's plugin",
+    "sglang": "SGLang",
+    "llama.cpp": "llama.cpp",
+    "mlx": "MLX",
+    "tensorrt-llm": "TensorRT-LLM",
+    "tgi": "TGI",
+}
 
 
 def read_engines(text: str | None) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ _SGLANG = (
           "a sliding window that SGLang's class does not have", check.windowed("sglang"),
           "SGLang attends to all tokens, so past the window its answers differ, as of the source"),
     _rule({"sglang": seen.SGLANG_REGISTRY}, _GROUPED, "note", "a class that SGLang does not have",
-          check.unlisted_but("sglang", "falcon"), "its transformers backend runs it"),
+          check.unlisted("sglang", "falcon"), "its transformers backend runs it"),
 )  # fmt: skip
 _LLAMA = (
     _always({"llama.cpp": seen.LLAMA_CLASSES}, _REMOTE, "refuses to load", _CODE,

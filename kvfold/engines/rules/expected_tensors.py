@@ -35,19 +35,15 @@ def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[
     """
     kind = config.get("model_type")
     if kind == "deepseek_v3":
-        return _stock(config)
+        layers = range(config["num_hidden_layers"])
+        shapes = stock_shapes(config)
+        attention: dict[str, Shape] = {
+            f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
+        }
+        return attention | _ends(FAMILIES["llama"], {"tie_word_embeddings": False, **config})
     if kind == "kvfold":
         return _remote(config)
     return _grouped(FAMILIES[str(kind)], config, names) if kind in FAMILIES else {}
-
-
-def _stock(config: Mapping[str, Any]) -> dict[str, Shape]:
-    layers = range(config["num_hidden_layers"])
-    shapes = stock_shapes(config)
-    attention: dict[str, Shape] = {
-        f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
-    }
-    return attention | _ends(FAMILIES["llama"], {"tie_word_embeddings": False, **config})
 
 
 def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:

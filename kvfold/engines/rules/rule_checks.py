@@ -38,6 +38,38 @@ _WANTS_THETA = {"qwen3_moe", "olmo3", "glm4", "granite", "stablelm"}
 _PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (256, 0, 256))
 
 
+def _when(holds: Callable[[Written], object], words: str) -> Callable[[Written], str]:
+    """Return a condition that says the same words wherever it holds."""
+    return lambda written: words if holds(written) else ""
+
+
+unread_scheme = _when(lambda one: one.scheme == "modelopt", "its weights are quantised by ModelOpt")
+linear = _when(
+    lambda one: one.is_linear,
+    "its latent is linearised by a small scale, which training and other tools' quantisers destroy",
+)
+halves = _when(
+    lambda one: not one.get("rope_interleave", True),
+    "its rotary pairs are halves apart (rope_interleave false)",
+)
+headless = _when(
+    lambda one: "lm_head.weight" not in one.specs,
+    "its head is tied to the embedding, so there is no lm_head.weight",
+)
+experts = _when(
+    lambda one: not isinstance(one.config.get("n_routed_experts"), int), "its n_routed_experts is null"
+)
+all_rotary = _when(lambda one: not one.get("qk_nope_head_dim"), "its qk_nope_head_dim is 0")
+named_rank = _when(lambda one: "kv_lora_rank" in one.config, "its config.json has kv_lora_rank")
+narrow = _when(lambda one: one.cached == _NARROW, "what it caches is 256+64 wide")
+expanded = _when(lambda one: one.get("new_decoder_architecture", False), "its class is Falcon's new decoder")
+biased_falcon = _when(lambda one: falcon(one) and one.get("bias", False), "its class is Falcon with biases")
+unnamed_activation = _when(
+    lambda one: one.get("model_type", "") == "gemma2" and "hidden_act" not in one.config,
+    "its config.json has no hidden_act",
+)
+
+
 def gaps(written: Written) -> str:
     """Find a tensor that config.json promises and the files lack, or hold in another shape."""
     wanted = expected_tensors(written.config, written.specs)
@@ -69,11 +101,6 @@ def half(written: Written) -> str:
         if spec.dtype == torch.float16 and "self_attn" in name:
             return f"{name} is float16"
     return ""
-
-
-def unread_scheme(written: Written) -> str:
-    """Find quantised weights of ModelOpt."""
-    return "its weights are quantised by ModelOpt" if written.scheme == "modelopt" else ""
 
 
 def twins(written: Written) -> str:
@@ -116,15 +143,6 @@ def code(written: Written) -> str:
     return ""
 
 
-def linear(written: Written) -> str:
-    """Find a latent norm that is linear by a small scale."""
-    return (
-        "its latent is linearised by a small scale, which training and other tools' quantisers destroy"
-        if written.is_linear
-        else ""
-    )
-
-
 def epsilon(written: Written) -> str:
     """Find an epsilon that is not the linear norm's."""
     if not written.is_linear:  # a norm of numbers no smaller than the source's does not see its epsilon
@@ -147,24 +165,10 @@ def rope(written: Written) -> str:
     return "" if kind == "default" else f"its rope_type is {kind}"
 
 
-def halves(written: Written) -> str:
-    """Find rotary pairs that are not neighbours."""
-    if written.get("rope_interleave", True):
-        return ""
-    return "its rotary pairs are halves apart (rope_interleave false)"
-
-
 def activation(written: Written) -> str:
     """Find an activation other than silu."""
     activation = written.get("hidden_act", "silu")
     return "" if activation == "silu" else f"its hidden_act is {activation}"
-
-
-def headless(written: Written) -> str:
-    """Find a checkpoint without a head of its own."""
-    if "lm_head.weight" in written.specs:
-        return ""
-    return "its head is tied to the embedding, so there is no lm_head.weight"
 
 
 def norm(written: Written) -> str:
@@ -208,21 +212,11 @@ def advertised(written: Written) -> str:
     return "" if head == width else f"its head_dim is {head}, not kv_lora_rank + qk_rope_head_dim = {width}"
 
 
-def experts(written: Written) -> str:
-    """Find a number of experts that is null."""
-    return "" if isinstance(written.config.get("n_routed_experts"), int) else "its n_routed_experts is null"
-
-
 def expert_groups(written: Written) -> str:
     """Find as many groups of experts as experts."""
     groups = written.get("n_group", 1)
     experts = written.get("n_routed_experts")
     return "" if groups < experts else f"its n_group {groups} is not below its n_routed_experts {experts}"
-
-
-def all_rotary(written: Written) -> str:
-    """Find heads without an un-rotated part."""
-    return "" if written.get("qk_nope_head_dim") else "its qk_nope_head_dim is 0"
 
 
 def whole_query(written: Written) -> str:
@@ -234,11 +228,6 @@ def whole_query(written: Written) -> str:
     if layers in (26, 27) or (layers, vocabulary) == (48, 128256):
         return ""
     return f"it has {layers} layers and no q_lora_rank"
-
-
-def named_rank(written: Written) -> str:
-    """Find an intact latent under the name of a decoupled one."""
-    return "its config.json has kv_lora_rank" if "kv_lora_rank" in written.config else ""
 
 
 def others(written: Written) -> str:
@@ -259,11 +248,6 @@ def limited(written: Written) -> str:
     return "" if cap is None else f"its scores are bounded by {cap}"
 
 
-def expanded(written: Written) -> str:
-    """Find Falcon's new decoder."""
-    return "its class is Falcon's new decoder" if written.get("new_decoder_architecture", False) else ""
-
-
 def falcon_mlp(written: Written) -> str:
     """Find a Falcon whose MLP is not four times as wide as the residual stream."""
     width = written.get("ffn_hidden_size")
@@ -271,11 +255,6 @@ def falcon_mlp(written: Written) -> str:
     if not expanded(written) or width in (0, 4 * hidden):
         return ""
     return f"its ffn_hidden_size is {width}, not {4 * hidden}"
-
-
-def narrow(written: Written) -> str:
-    """Find a cache that is 256+64 wide."""
-    return "what it caches is 256+64 wide" if written.cached == _NARROW else ""
 
 
 def untold_kernel(written: Written) -> str:
@@ -294,32 +273,20 @@ def deep(written: Written) -> str:
     return f"it has {layers} layers" if layers > _MLX_LAYERS else ""
 
 
-def unlisted(engine: str) -> Callable[[Written], str]:
-    """Return a condition: the engine has no class for the checkpoint's."""
-
-    def found(written: Written) -> str:
-        return "" if written.get("model_type", "") in CLASSES[engine] else _class(written)
-
-    return found
+def unlisted(engine: str, *others: str) -> Callable[[Written], str]:
+    """Return a condition: the engine has no class for the checkpoint's, and it is none of the others."""
+    known = {*CLASSES[engine], *others}
+    return lambda written: "" if written.get("model_type", "") in known else _class(written)
 
 
 def untried(engine: str) -> Callable[[Written], str]:
     """Return a condition: the multimodal class was not run in the engine."""
-
-    def found(written: Written) -> str:
-        return "" if written.config.get("model_type") in MULTIMODAL[engine] else _class(written)
-
-    return found
+    return lambda written: "" if written.config.get("model_type") in MULTIMODAL[engine] else _class(written)
 
 
 def tried(engine: str) -> Callable[[Written], str]:
     """Return the opposite condition: the multimodal class was run in the engine."""
     return lambda written: "" if untried(engine)(written) else _class(written)
-
-
-def unlisted_but(engine: str, *others: str) -> Callable[[Written], str]:
-    """Return the condition of `unlisted`, but for some classes."""
-    return lambda written: "" if written.get("model_type", "") in others else unlisted(engine)(written)
 
 
 def windowed(engine: str) -> Callable[[Written], str]:
@@ -341,13 +308,6 @@ def falcon(written: Written) -> str:
     return _class(written) if written.get("model_type", "") == "falcon" else ""
 
 
-def unnamed_activation(written: Written) -> str:
-    """Find a Gemma 2 that names its activation in transformers' own field alone."""
-    if written.get("model_type", "") != "gemma2" or "hidden_act" in written.config:
-        return ""
-    return "its config.json has no hidden_act"
-
-
 def wide_mixtral(written: Written) -> str:
     """Find a Mixtral with heads of another width than the residual stream divided by their number."""
     heads, hidden = written.get("num_attention_heads"), written.get("hidden_size")
@@ -355,11 +315,6 @@ def wide_mixtral(written: Written) -> str:
     if written.get("model_type", "") != "mixtral" or width * heads in (0, hidden):
         return ""
     return f"its head_dim is {width}, not {hidden // heads}"
-
-
-def biased_falcon(written: Written) -> str:
-    """Find a Falcon with biases, as GPT-NeoX is written."""
-    return "its class is Falcon with biases" if falcon(written) and written.get("bias", False) else ""
 
 
 def _class(written: Written) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from kvfold.core.type_adapters import type_adapter
 
 from kvfold.checkpoints.eval_json import BLOCKS
 from kvfold.checkpoints.quality_blocks import Estimate, GenerationBlock
 from kvfold.cli import main
-from kvfold.core.type_adapters import type_adapter
 from kvfold.eval.cli import main as evaluate
 from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
