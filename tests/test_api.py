@@ -416,12 +416,7 @@ def test_the_callers_settings_change_nothing(work: Path) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("medium")
     try:
-        with (
-            torch.device("meta"),
-            torch.autocast("cpu"),
-            torch.inference_mode(),
-            np.errstate(all="raise"),
-        ):
+        with torch.device("meta"), torch.autocast("cpu"), torch.inference_mode(), np.errstate(all="raise"):
             before = settings()
             assert bits("set") == plain
             assert kvfold.verify(work / "set").failures == []

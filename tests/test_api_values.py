@@ -14,14 +14,11 @@ from kvfold.eval.suites.catalogue import SuiteSettings
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
 
-@pytest.mark.parametrize(
-    ("target", "sizes"),
-    [
-        (kvfold.MLA(rank=np.int64(32), q_lora_rank=np.int32(16)), {"kv_lora_rank": 32, "q_lora_rank": 16}),
-        (kvfold.MLA(rank=1), {"kv_lora_rank": 1}),
-        (kvfold.GQA(kv_budget=np.float32(0.5)), {"num_key_value_heads": 4}),
-    ],
-)
+@pytest.mark.parametrize(("target", "sizes"), [
+    (kvfold.MLA(rank=np.int64(32), q_lora_rank=np.int32(16)), {"kv_lora_rank": 32, "q_lora_rank": 16}),
+    (kvfold.MLA(rank=1), {"kv_lora_rank": 1}),
+    (kvfold.GQA(kv_budget=np.float32(0.5)), {"num_key_value_heads": 4}),
+])  # fmt: skip
 def test_numbers_of_numpy(target: Any, sizes: dict[str, int], tmp_path: Path) -> None:
     found = kvfold.fold(DEMO, target, out=tmp_path / "out", calibration="none").record["target"]
     assert {name: found[name] for name in sizes} == sizes
@@ -58,21 +55,15 @@ def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"memory": "24 apples"}, "memory is '24 apples'; it should be a size, for example 500MB or 5GB"),
-        ({"limit": 1.5}, "limit is 1.5; it should be a whole number"),
-        ({"retrieval_keys": 11}, "retrieval_keys is 11; it should be less than or equal to 10"),
-        ({"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
-        ({"speed_seconds": 0}, "speed_seconds is 0; it should be greater than 0"),
-        (
-            {"speed_batch": [1, "x"]},
-            "speed_batch is [1, 'x']; it should be whole numbers from 1, separated by",
-        ),
-        ({"ruler_tasks": ["vt", "qa"]}, "ruler_tasks is 'qa'; it should be 'niah_single', "),
-    ],
-)
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"memory": "24 apples"}, "memory is '24 apples'; it should be a size, for example 500MB or 5GB"),
+    ({"limit": 1.5}, "limit is 1.5; it should be a whole number"),
+    ({"retrieval_keys": 11}, "retrieval_keys is 11; it should be less than or equal to 10"),
+    ({"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
+    ({"speed_seconds": 0}, "speed_seconds is 0; it should be greater than 0"),
+    ({"speed_batch": [1, "x"]}, "speed_batch is [1, 'x']; it should be whole numbers from 1, separated by"),
+    ({"ruler_tasks": ["vt", "qa"]}, "ruler_tasks is 'qa'; it should be 'niah_single', "),
+])  # fmt: skip
 def test_unusable_options_of_suites_are_named_as_in_python(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         SuiteSettings.read(given)
@@ -94,15 +85,12 @@ def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
     assert kvfold.train(recipe).directory == tmp_path / "distilled"
 
 
-@pytest.mark.parametrize(
-    ("device", "sentence"),
-    [
-        ("cpu:foo", "device is 'cpu:foo'; it should be one of auto, cpu, cuda, or cuda:N"),
-        (0, "device is 0; it should be one of auto, cpu, cuda, or cuda:N"),
-        ("cuda:0", "device cuda:0: torch finds no CUDA device here; use device cpu"),
-        ("cuda:7", "device is 'cuda:7'; torch finds cuda:0 to cuda:0 here"),
-    ],
-)
+@pytest.mark.parametrize(("device", "sentence"), [
+    ("cpu:foo", "device is 'cpu:foo'; it should be one of auto, cpu, cuda, or cuda:N"),
+    (0, "device is 0; it should be one of auto, cpu, cuda, or cuda:N"),
+    ("cuda:0", "device cuda:0: torch finds no CUDA device here; use device cpu"),
+    ("cuda:7", "device is 'cuda:7'; torch finds cuda:0 to cuda:0 here"),
+])  # fmt: skip
 def test_a_device_that_does_not_exist(
     device: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

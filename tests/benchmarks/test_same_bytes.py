@@ -49,35 +49,29 @@ def write(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"model": "other"}, "model.safetensors: "),
-        ({"config": '{"a": 1}'}, "config.json: "),
-        ({"layers": [{"measured": 0.25}]}, "kvfold.json: layers[0].measured is 0.5 before, 0.25 after"),
-        ({"layers": []}, "kvfold.json: layers[0].measured is 0.5 before, missing after"),
-        ({"command": "kvfold convert /one/source --to mla --rank 9"}, "kvfold.json: command is "),
-    ],
-)
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"model": "other"}, "model.safetensors: "),
+    ({"config": '{"a": 1}'}, "config.json: "),
+    ({"layers": [{"measured": 0.25}]}, "kvfold.json: layers[0].measured is 0.5 before, 0.25 after"),
+    ({"layers": []}, "kvfold.json: layers[0].measured is 0.5 before, missing after"),
+    ({"command": "kvfold convert /one/source --to mla --rank 9"}, "kvfold.json: command is "),
+])  # fmt: skip
 def test_differences_are_found(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
     result = compare(write(tmp_path / "one"), write(tmp_path / "other", **changes))
     assert any(text.startswith(found) for text in result.found), result.found
     assert list(result.weights) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "note"),
-    [
-        ({}, None),
-        ({"kvfold": "0.2.0"}, None),
-        ({"source": {"path": "/other/source"}}, None),
-        ({"command": "kvfold convert /other/source --rank 8 --to mla"}, None),
-        ({"layers_kvfold": "new code"}, "layers_kvfold.py: code changed"),
-        ({"README": "new card"}, "README.md: card changed"),
-        ({"notices": ["a better sentence"]}, "kvfold.json: notices[0] is "),
-        ({"request": {"to": "mla"}}, "kvfold.json: request.to is missing before, 'mla' after"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "note"), [
+    ({}, None),
+    ({"kvfold": "0.2.0"}, None),
+    ({"source": {"path": "/other/source"}}, None),
+    ({"command": "kvfold convert /other/source --rank 8 --to mla"}, None),
+    ({"layers_kvfold": "new code"}, "layers_kvfold.py: code changed"),
+    ({"README": "new card"}, "README.md: card changed"),
+    ({"notices": ["a better sentence"]}, "kvfold.json: notices[0] is "),
+    ({"request": {"to": "mla"}}, "kvfold.json: request.to is missing before, 'mla' after"),
+])  # fmt: skip
 def test_allowed_changes_are_notes(changes: dict[str, Any], note: str | None, tmp_path: Path) -> None:
     result = compare(write(tmp_path / "one"), write(tmp_path / "other", **changes))
     assert result.found == []

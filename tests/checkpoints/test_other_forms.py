@@ -11,15 +11,12 @@ from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("adapter_config.json", "holds an adapter, not a model; merge it into its base model"),
-        ("model-Q4_K_M.gguf", "has no config.json but model-Q4_K_M.gguf; kvfold reads safetensors"),
-        ("checkpoint-500/config.json", "give a directory in it that has: {}/checkpoint-500"),
-        ("notes.txt", "has no config.json; give the directory of a Hugging Face checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("file", "words"), [
+    ("adapter_config.json", "holds an adapter, not a model; merge it into its base model"),
+    ("model-Q4_K_M.gguf", "has no config.json but model-Q4_K_M.gguf; kvfold reads safetensors"),
+    ("checkpoint-500/config.json", "give a directory in it that has: {}/checkpoint-500"),
+    ("notes.txt", "has no config.json; give the directory of a Hugging Face checkpoint"),
+])  # fmt: skip
 def test_the_sentence_says_what_there_is_instead(file: str, words: str, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("{}")

@@ -49,18 +49,15 @@ def test_targets_have_fields_of_the_request() -> None:
     assert SHARD_SIZE == shards.SHARD_SIZE
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        FoldRequest(model="m", to="mqa"),
-        FoldRequest(model="a dir", to="gqa", kv_heads=2, method="mean", calibration="none"),
-        request_of("org/m@v1", MLA(rank=512, rope_dim=64, q_lora_rank="full"), engines=("vllm", "sglang")),
-        request_of("m", MLA(kv_budget=0.25, rope="intact"), calibration="self", seed=3, refine=0),
-        request_of("m", GQA(kv_budget="25%"), calibration="kept.safetensors", revision="main"),
-        request_of("m", MLA(kv_budget="25%", slots="uniform"), container="stock", dtype="bfloat16"),
-        request_of("m", MQA(), shard_size="500MB", calibration="text.jsonl", sequences=3, length=7),
-    ],
-)
+@pytest.mark.parametrize("request_", [
+    FoldRequest(model="m", to="mqa"),
+    FoldRequest(model="a dir", to="gqa", kv_heads=2, method="mean", calibration="none"),
+    request_of("org/m@v1", MLA(rank=512, rope_dim=64, q_lora_rank="full"), engines=("vllm", "sglang")),
+    request_of("m", MLA(kv_budget=0.25, rope="intact"), calibration="self", seed=3, refine=0),
+    request_of("m", GQA(kv_budget="25%"), calibration="kept.safetensors", revision="main"),
+    request_of("m", MLA(kv_budget="25%", slots="uniform"), container="stock", dtype="bfloat16"),
+    request_of("m", MQA(), shard_size="500MB", calibration="text.jsonl", sequences=3, length=7),
+])  # fmt: skip
 def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: Path) -> None:
     """The printed command, and the recorded values, are read back as the same request."""
     program, name, *words = shlex.split(request_.command)
@@ -76,41 +73,38 @@ def test_a_command_says_what_its_request_says(request_: FoldRequest, tmp_path: P
     assert read_config(file, {"seed": 9}).seed == 9
 
 
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"model": "m"}, "to is missing: Attention of the output; choose from gqa, mqa, mla"),
-        ({"to": "gqa"}, "model is missing"),
-        ({"model": "m", "to": "mlaa"}, "to is 'mlaa'; it should be 'gqa', 'mqa' or 'mla'"),
-        ({"kv_budgets": "25%"}, "'kv_budgets'; did you mean 'kv_budget'?"),
-        ({"kv_lora_rank": 8}, "did you mean 'rank'?"),
-        ({"kv_heads": "two"}, "kv_heads is 'two'; it should be a whole number"),
-        ({"kv_heads": True}, "kv_heads is True; it should be a whole number"),
-        ({"shard_size": True}, "shard_size is True; it should be a whole number"),
-        ({"context": False}, "context is False; it should be a whole number"),
-        ({"rank": [8]}, "rank is [8]; it should be a whole number or 'full'"),
-        ({"rank": True}, "rank is True; it should be a whole number"),
-        ({"rank": 8.5}, "rank is 8.5; it should be a whole number or 'full'"),
-        ({"kv_budget": [1]}, "kv_budget is [1]; it should be a share"),
-        ({"out": 5}, "out is 5; it should be a path"),
-        ({"out": ""}, "out is ''; it should be a path, neither empty nor with a null character"),
-        ({"sequences": 0}, "sequences is 0; it should be greater than or equal to 1"),
-        ({"length": 1}, "length is 1; it should be greater than or equal to 2"),
-        ({"seed": -1}, "seed is -1"),
-        ({"refine": -1}, "refine is -1"),
-        ({"jobs": 0}, "jobs is 0"),
-        ({"rope": "none"}, "rope is 'none'; it should be 'decoupled' or 'intact'"),
-        ({"slots": "all"}, "slots is 'all'; it should be 'allocated' or 'uniform'"),
-        ({"container": "x"}, "container is 'x'"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"verify": "yes"}, "verify is 'yes'; it should be 'full', 'lint' or 'none'"),
-        ({"shard_size": "5 apples"}, "it should be a size, for example 500MB or 5GB"),
-        ({"shard_size": 0}, "shard_size is 0"),
-        ({"engines": 3}, "engines is 3"),
-        ({"calibration": ""}, "calibration is ''"),
-        ({"model": "", "to": "mla"}, "model is ''"),
-    ],
-)
+@pytest.mark.parametrize(("values", "sentence"), [
+    ({"model": "m"}, "to is missing: Attention of the output; choose from gqa, mqa, mla"),
+    ({"to": "gqa"}, "model is missing"),
+    ({"model": "m", "to": "mlaa"}, "to is 'mlaa'; it should be 'gqa', 'mqa' or 'mla'"),
+    ({"kv_budgets": "25%"}, "'kv_budgets'; did you mean 'kv_budget'?"),
+    ({"kv_lora_rank": 8}, "did you mean 'rank'?"),
+    ({"kv_heads": "two"}, "kv_heads is 'two'; it should be a whole number"),
+    ({"kv_heads": True}, "kv_heads is True; it should be a whole number"),
+    ({"shard_size": True}, "shard_size is True; it should be a whole number"),
+    ({"context": False}, "context is False; it should be a whole number"),
+    ({"rank": [8]}, "rank is [8]; it should be a whole number or 'full'"),
+    ({"rank": True}, "rank is True; it should be a whole number"),
+    ({"rank": 8.5}, "rank is 8.5; it should be a whole number or 'full'"),
+    ({"kv_budget": [1]}, "kv_budget is [1]; it should be a share"),
+    ({"out": 5}, "out is 5; it should be a path"),
+    ({"out": ""}, "out is ''; it should be a path, neither empty nor with a null character"),
+    ({"sequences": 0}, "sequences is 0; it should be greater than or equal to 1"),
+    ({"length": 1}, "length is 1; it should be greater than or equal to 2"),
+    ({"seed": -1}, "seed is -1"),
+    ({"refine": -1}, "refine is -1"),
+    ({"jobs": 0}, "jobs is 0"),
+    ({"rope": "none"}, "rope is 'none'; it should be 'decoupled' or 'intact'"),
+    ({"slots": "all"}, "slots is 'all'; it should be 'allocated' or 'uniform'"),
+    ({"container": "x"}, "container is 'x'"),
+    ({"dtype": "int8"}, "dtype is 'int8'"),
+    ({"verify": "yes"}, "verify is 'yes'; it should be 'full', 'lint' or 'none'"),
+    ({"shard_size": "5 apples"}, "it should be a size, for example 500MB or 5GB"),
+    ({"shard_size": 0}, "shard_size is 0"),
+    ({"engines": 3}, "engines is 3"),
+    ({"calibration": ""}, "calibration is ''"),
+    ({"model": "", "to": "mla"}, "model is ''"),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     if not {"model", "to"} & values.keys():
         values = {"model": "m", "to": "mla", **values}
@@ -155,15 +149,12 @@ def test_an_empty_argument_behind_a_flag_is_not_the_flags() -> None:
     assert "an argument is empty" in result.output
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, "cannot be read"),
-        ("a: [", "is not YAML"),
-        ("- 1", "holds a list; give a mapping of YAML"),
-        ("", "holds nothing; give a mapping of YAML"),
-    ],
-)
+@pytest.mark.parametrize(("content", "sentence"), [
+    (None, "cannot be read"),
+    ("a: [", "is not YAML"),
+    ("- 1", "holds a list; give a mapping of YAML"),
+    ("", "holds nothing; give a mapping of YAML"),
+])  # fmt: skip
 def test_a_file_that_is_none(content: str | None, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "request.yaml"
     if content is not None:

@@ -59,34 +59,20 @@ def test_a_notice_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.endswith("a that is ignored\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("evla", "No such command 'evla'"),
-        ("--verbos", "No such option"),
-        ("eval recipes/demo --txet stdlib", "No such option"),
-        ("eval", "Missing argument 'MODEL'"),
-        ("distill explain", "Missing argument 'RECIPE"),
-        (
-            "eval recipes/demo --window many",
-            "Invalid value for '--window': 'many' is not a valid integer range",
-        ),
-        (
-            "eval recipes/demo --suite ppl --suite=cache",
-            "--suite is given 2 times; give it once, with commas",
-        ),
-        (
-            "migrate recipes/demo --to gqa --until kl<1 --out x --steps 50% --steps 25%",
-            "--steps is given 2 times; give it once, with commas",
-        ),
-        (
-            "eval recipes/demo out",
-            "unexpected argument out; kvfold eval takes MODEL, and --out names the output",
-        ),
-        ("families llama", "unexpected argument llama; kvfold families takes options only"),
-        ("plan a b c", "unexpected argument b c; kvfold plan takes MODEL"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("evla", "No such command 'evla'"),
+    ("--verbos", "No such option"),
+    ("eval recipes/demo --txet stdlib", "No such option"),
+    ("eval", "Missing argument 'MODEL'"),
+    ("distill explain", "Missing argument 'RECIPE"),
+    ("eval recipes/demo --window many", "Invalid value for '--window': 'many' is not a valid integer range"),
+    ("eval recipes/demo --suite ppl --suite=cache", "--suite is given 2 times; give it once, with commas"),
+    ("migrate recipes/demo --to gqa --until kl<1 --out x --steps 50% --steps 25%",
+     "--steps is given 2 times; give it once, with commas"),
+    ("eval recipes/demo out", "unexpected argument out; kvfold eval takes MODEL, and --out names the output"),
+    ("families llama", "unexpected argument llama; kvfold families takes options only"),
+    ("plan a b c", "unexpected argument b c; kvfold plan takes MODEL"),
+])  # fmt: skip
 def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentence: str) -> None:
     done = CliRunner().invoke(kvfold, words.split(), prog_name="kvfold")
     command = " ".join(
@@ -214,24 +200,17 @@ def test_a_full_stdout_is_named(words: str) -> None:
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"RANK": "1"}, "the environment has RANK=1, where a launched process has WORLD_SIZE, RANK, "),
-        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, where"),
-        ({"WORLD_SIZE": "two"}, "the environment has WORLD_SIZE=two, where"),
-        ({"LOCAL_RANK": "0"}, "the environment has LOCAL_RANK=0, where"),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
-            "the environment has WORLD_SIZE=2, RANK=0, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, where",
-        ),
-        (
-            {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
-            "the environment has WORLD_SIZE=2, RANK=2, ",
-        ),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
-    ],
-)
+@pytest.mark.parametrize(("variables", "sentence"), [
+    ({"RANK": "1"}, "the environment has RANK=1, where a launched process has WORLD_SIZE, RANK, "),
+    ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, where"),
+    ({"WORLD_SIZE": "two"}, "the environment has WORLD_SIZE=two, where"),
+    ({"LOCAL_RANK": "0"}, "the environment has LOCAL_RANK=0, where"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+     "the environment has WORLD_SIZE=2, RANK=0, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, where"),
+    ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
+     "the environment has WORLD_SIZE=2, RANK=2, "),
+    ({"WORLD_SIZE": "1", "RANK": "0"}, None),
+])  # fmt: skip
 @pytest.mark.parametrize("words", ["families --json", "convert a --to mqa", "distill a", "eval a"])
 def test_half_of_a_launchers_variables_is_one_sentence(
     words: str, variables: dict[str, str], sentence: str | None
@@ -332,15 +311,12 @@ def _of_library(name: str, kind: type[BaseException]) -> Callable[[], None]:
     return act
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "says"),
-    [
-        ("transformers.models.x", KeyError, "transformers stopped with KeyError (\"'no unknown token'\"): "),
-        ("datasets.load", TypeError, "datasets stopped with TypeError ('no unknown token'): its files may"),
-        ("transformers.y", Exception, "the tokenizer fails on a text ('no unknown token')"),
-        ("kvfold.texts", Exception, "the tokenizer fails on a text"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "says"), [
+    ("transformers.models.x", KeyError, "transformers stopped with KeyError (\"'no unknown token'\"): "),
+    ("datasets.load", TypeError, "datasets stopped with TypeError ('no unknown token'): its files may"),
+    ("transformers.y", Exception, "the tokenizer fails on a text ('no unknown token')"),
+    ("kvfold.texts", Exception, "the tokenizer fails on a text"),
+])  # fmt: skip
 def test_errors_of_libraries_are_sentences(name: str, kind: type[Exception], says: str) -> None:
     act = _of_library(name, kind)
     done = CliRunner().invoke(click.command(cls=Command)(lambda: act()))

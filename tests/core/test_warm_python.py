@@ -59,17 +59,14 @@ print("first")
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "said"),
-    [
-        ("", 0, ""),
-        ("sys.exit()", 0, ""),
-        ("sys.exit(258)", 2, ""),
-        ("sys.exit('words')", 1, "words"),
-        ("raise ValueError('wrong')", 1, "ValueError: wrong"),
-        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
-    ],
-)
+@pytest.mark.parametrize(("ending", "code", "said"), [
+    ("", 0, ""),
+    ("sys.exit()", 0, ""),
+    ("sys.exit(258)", 2, ""),
+    ("sys.exit('words')", 1, "words"),
+    ("raise ValueError('wrong')", 1, "ValueError: wrong"),
+    ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+])  # fmt: skip
 def test_it_ends_as_the_interpreter_does(ending: str, code: int, said: str) -> None:
     """Threads end first, then what is registered for the end runs, and all that was printed is there."""
     for python in (warm_python(), sys.executable):

@@ -237,17 +237,14 @@ def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "more", "next"]
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"thesis.txt": ""},
-        {LOCK: "", "model/thesis.txt": "mine"},
-        {LOCK: "mine"},
-        {f"{LOCK}/mine": ""},
-        {JOURNAL: "mine\n"},
-        {"model.safetensors": "mine"},
-    ],
-)
+@pytest.mark.parametrize("files", [
+    {"thesis.txt": ""},
+    {LOCK: "", "model/thesis.txt": "mine"},
+    {LOCK: "mine"},
+    {f"{LOCK}/mine": ""},
+    {JOURNAL: "mine\n"},
+    {"model.safetensors": "mine"},
+])  # fmt: skip
 def test_somebody_elses_directory_is_refused_untouched(tmp_path: Path, files: dict[str, str]) -> None:
     path = tmp_path / "out.partial"
     path.mkdir(mode=0o700)

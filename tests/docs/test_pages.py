@@ -21,17 +21,11 @@ from ..support.shown_code import PAGES, ROOT, Block, all_blocks, check_words, kv
 
 SHORTER = {
     "convert": ["--sequences", "2", "--length", "32", "--refine", "0"],
-    "distill": [
-        "--set",
-        "stages.0.tokens=1k",
-        "--set",
-        "stages.0.batch_tokens=1k",
-        "--set",
-        "evaluate.windows=2",
-    ],
+    "distill": ["--set", "stages.0.tokens=1k", "--set", "stages.0.batch_tokens=1k", "--set",
+                "evaluate.windows=2"],
     "eval": ["--max-windows", "1"],
     "migrate": ["--tokens-per-step", "4k", "--sequences", "2", "--length", "32", "--refine", "0"],
-}
+}  # fmt: skip
 BLOCKS = all_blocks()
 COMMANDS = [(block, *command) for block in BLOCKS if block.kind == "console" for command in block.commands()]
 

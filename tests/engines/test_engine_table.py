@@ -16,14 +16,7 @@ from kvfold.engines.engine_table import engine_table, markdown, runs_table, verd
 from kvfold.engines.rules.engine_names import ENGINES
 from kvfold.engines.rules.engine_rules import RULES, lint, lint_written
 from kvfold.engines.rules.evidence import CLASSES
-from kvfold.engines.rules.output_kinds import (
-    HARDWARE,
-    LAYOUTS,
-    OUTPUTS,
-    PAIRS,
-    UNKNOWN,
-    takes_any_width,
-)
+from kvfold.engines.rules.output_kinds import HARDWARE, LAYOUTS, OUTPUTS, PAIRS, UNKNOWN, takes_any_width
 from kvfold.engines.rules.rule_types import FAILING, Written, open_written
 
 from ..support.folds import LINEAR, WEIGHTS, WIDE, attempt
@@ -118,34 +111,21 @@ def test_classes_are_those_of_families() -> None:
         assert known <= FAMILIES.keys() | hosts
 
 
-@pytest.mark.parametrize(
-    ("engine", "config", "words"),
-    [
-        ("sglang", {"model_type": "falcon", "new_decoder_architecture": True}, "refuses to load"),
-        ("sglang", {"model_type": "smollm3"}, "its transformers backend runs it"),
-        ("sglang", {"model_type": "gemma2", "hidden_activation": "gelu"}, "has no hidden_act"),
-        (
-            "sglang",
-            {"model_type": "mixtral", "head_dim": 64, "num_attention_heads": 8, "hidden_size": 64},
-            "its head_dim is 64, not 8",
-        ),
-        (
-            "sglang",
-            {"model_type": "mistral", "sliding_window": 9, "max_position_embeddings": 99},
-            "a window of 9",
-        ),
-        ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
-        ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
-        ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),
-        (
-            "mlx",
-            {"model_type": "gemma2", "sliding_window": 9, "max_position_embeddings": 99},
-            "a window of 9",
-        ),
-        ("tensorrt-llm", {"model_type": "olmo2"}, "not known"),
-        ("tgi", {"model_type": "llama"}, "not known"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "config", "words"), [
+    ("sglang", {"model_type": "falcon", "new_decoder_architecture": True}, "refuses to load"),
+    ("sglang", {"model_type": "smollm3"}, "its transformers backend runs it"),
+    ("sglang", {"model_type": "gemma2", "hidden_activation": "gelu"}, "has no hidden_act"),
+    ("sglang", {"model_type": "mixtral", "head_dim": 64, "num_attention_heads": 8, "hidden_size": 64},
+     "its head_dim is 64, not 8"),
+    ("sglang", {"model_type": "mistral", "sliding_window": 9, "max_position_embeddings": 99},
+     "a window of 9"),
+    ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
+    ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
+    ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),
+    ("mlx", {"model_type": "gemma2", "sliding_window": 9, "max_position_embeddings": 99}, "a window of 9"),
+    ("tensorrt-llm", {"model_type": "olmo2"}, "not known"),
+    ("tgi", {"model_type": "llama"}, "not known"),
+])  # fmt: skip
 def test_grouped_outputs(engine: str, config: dict[str, object], words: str) -> None:
     found = lint_written(Written(Path(), config, {}), [engine])
     assert any(words in str(finding) for finding in found)

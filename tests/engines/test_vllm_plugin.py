@@ -36,20 +36,14 @@ def test_an_unknown_vllm_is_left_as_it_is(
     assert "kvfold.engines.vllm_plugin.registration" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"sliding_window": 24}, "a window of 24 tokens"),
-        (
-            {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]},
-            "a window of 24 tokens",
-        ),
-        ({"attn_logit_softcapping": 2.0}, "scores bounded by 2.0"),
-        ({"sliding_window": 24, "layer_types": ["full_attention"]}, ""),
-        ({"sliding_window": 512}, ""),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    ({"sliding_window": 24}, "a window of 24 tokens"),
+    ({"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}, "a window of 24 tokens"),
+    ({"attn_logit_softcapping": 2.0}, "scores bounded by 2.0"),
+    ({"sliding_window": 24, "layer_types": ["full_attention"]}, ""),
+    ({"sliding_window": 512}, ""),
+    ({}, ""),
+])  # fmt: skip
 def test_limits_on_attention_are_refused(config: dict[str, object], words: str) -> None:
     if not words:
         check_limits(SimpleNamespace(**config), 512)
@@ -81,14 +75,11 @@ def test_the_rules_refuse_a_window_as_the_plugin_does(tmp_path: Path) -> None:
     assert "vllm+kvfold refuses to load: its attention has a window of 24 tokens" in text
 
 
-@pytest.mark.parametrize(
-    ("entry_points", "version", "words"),
-    [
-        ([], "0.32.0", "kvfold is not installed as a package here"),
-        (["kvfold"], "0.40.1", "kvfold's plugin does nothing in vLLM 0.40.1"),
-        (["kvfold"], "0.32.0", ""),
-    ],
-)
+@pytest.mark.parametrize(("entry_points", "version", "words"), [
+    ([], "0.32.0", "kvfold is not installed as a package here"),
+    (["kvfold"], "0.40.1", "kvfold's plugin does nothing in vLLM 0.40.1"),
+    (["kvfold"], "0.32.0", ""),
+])  # fmt: skip
 def test_verify_starts_the_plugin_only_where_vllm_would_use_it(
     entry_points: list[str], version: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

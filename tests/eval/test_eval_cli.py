@@ -131,8 +131,7 @@ def test_an_out_that_cannot_be_written_is_told_before_the_scoring(
 def test_a_mistake_leaves_nothing_where_out_was_to_be(mha: Path, file: Path, tmp_path: Path) -> None:
     (tmp_path / "eval.json.partial").mkdir(mode=0o700)  # as an evaluation that was killed leaves it
     check_mistake(
-        run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"),
-        "--window 65 exceeds",
+        run(mha, "--text", file, "--window", "65", "--out", tmp_path / "eval.json"), "--window 65 exceeds"
     )
     assert not list(tmp_path.iterdir())
 
@@ -166,59 +165,45 @@ def test_an_assertion_that_does_not_hold_exits_3_after_the_report(
     assert "suites.fidelity.kl has no men" in late.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--window", "65"], "--window 65 exceeds the 64 positions of"),
-        (["--window", "1"], "Invalid value for '--window'"),
-        (["--window", "-4"], "Invalid value for '--window'"),
-        (["--max-windows", "0"], "Invalid value for '--max-windows'"),
-        (["--max-windows", "-1"], "Invalid value for '--max-windows'"),
-        (["--batch-size", "0"], "Invalid value for '--batch-size'"),
-        (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
-        (["--teacher", "./absent"], "./absent is not a directory"),
-        (["--out", "/absent/eval.json"], "there is no directory /absent"),
-        (["--suite", "pl"], "--suite is 'pl'; pl is not a suite; known are ppl, fidelity, storage"),
-        (["--suite", ","], "--suite is ','; it names nothing; known are ppl"),
-        (
-            ["--suite", "ppl", "--memory", "1GB"],
-            "--memory belongs to the suite cache, which --suite does not name",
-        ),
-        (["--memory", "much"], "--memory is 'much'; it should be a size, for example 500MB or 5GB"),
-        (
-            ["--suite", "ppl", "--assert", "kl.mean<1"],
-            "names the suite fidelity, which is not run; add it to --suite",
-        ),
-        (["--assert", "kl.mean"], "--assert 'kl.mean' is not a comparison with a number"),
-        (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is not a comparison with a number"),
-        (["--offload-dir", "x"], "--offload-dir has no effect without --device-map auto; add that option"),
-        (["--cpu-memory", "1GB"], "--cpu-memory has no effect without --device-map auto; add that option"),
-        (
-            ["--text", "wikitext2-gptq-65", "--rows", "/absent.json"],
-            "--rows /absent.json cannot be read: No such file",
-        ),
-        (["--rows", "/absent.json"], "--rows is for WikiText-2, not for --text"),
-        (
-            ["--text", "/absent.txt"],
-            "/absent.txt is not a file; --text takes a file of text or of documents, or the word stdlib",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "sentence"), [
+    (["--window", "65"], "--window 65 exceeds the 64 positions of"),
+    (["--window", "1"], "Invalid value for '--window'"),
+    (["--window", "-4"], "Invalid value for '--window'"),
+    (["--max-windows", "0"], "Invalid value for '--max-windows'"),
+    (["--max-windows", "-1"], "Invalid value for '--max-windows'"),
+    (["--batch-size", "0"], "Invalid value for '--batch-size'"),
+    (["--dtype", "float8"], "'float8' is not one of 'auto', 'float32', 'bfloat16'"),
+    (["--teacher", "./absent"], "./absent is not a directory"),
+    (["--out", "/absent/eval.json"], "there is no directory /absent"),
+    (["--suite", "pl"], "--suite is 'pl'; pl is not a suite; known are ppl, fidelity, storage"),
+    (["--suite", ","], "--suite is ','; it names nothing; known are ppl"),
+    (["--suite", "ppl", "--memory", "1GB"],
+     "--memory belongs to the suite cache, which --suite does not name"),
+    (["--memory", "much"], "--memory is 'much'; it should be a size, for example 500MB or 5GB"),
+    (["--suite", "ppl", "--assert", "kl.mean<1"],
+     "names the suite fidelity, which is not run; add it to --suite"),
+    (["--assert", "kl.mean"], "--assert 'kl.mean' is not a comparison with a number"),
+    (["--assert", "kl.mean<low"], "--assert 'kl.mean<low' is not a comparison with a number"),
+    (["--offload-dir", "x"], "--offload-dir has no effect without --device-map auto; add that option"),
+    (["--cpu-memory", "1GB"], "--cpu-memory has no effect without --device-map auto; add that option"),
+    (["--text", "wikitext2-gptq-65", "--rows", "/absent.json"],
+     "--rows /absent.json cannot be read: No such file"),
+    (["--rows", "/absent.json"], "--rows is for WikiText-2, not for --text"),
+    (["--text", "/absent.txt"],
+     "/absent.txt is not a file; --text takes a file of text or of documents, or the word stdlib"),
+])  # fmt: skip
 def test_a_mistake_in_an_option_is_one_sentence(
     mha: Path, file: Path, options: list[str], sentence: str
 ) -> None:
     check_mistake(run(mha, "--text", file, "--device", "cpu", *options), sentence)
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "holds no text"),
-        (b" \n ", "holds no text"),
-        (b"\xff\xfe", "is not UTF-8 text"),
-        (b"short", "text:given.txt has 5 tokens, but a window of 64 takes 63 of them; --window 6 would fit"),
-    ],
-)
+@pytest.mark.parametrize(("content", "sentence"), [
+    (b"", "holds no text"),
+    (b" \n ", "holds no text"),
+    (b"\xff\xfe", "is not UTF-8 text"),
+    (b"short", "text:given.txt has 5 tokens, but a window of 64 takes 63 of them; --window 6 would fit"),
+])  # fmt: skip
 def test_a_text_that_cannot_be_used_is_one_sentence(
     mha: Path, tmp_path: Path, content: bytes, sentence: str
 ) -> None:
@@ -293,14 +278,11 @@ def test_a_full_gpu_is_one_sentence(mha: Path, file: Path, monkeypatch: pytest.M
     assert "use a smaller --window or --dtype bfloat16" in result.output
 
 
-@pytest.mark.parametrize(
-    ("suite", "remedy"),
-    [
-        ("retrieval", "smaller --retrieval-lengths or --dtype bfloat16"),
-        ("ruler", "smaller --ruler-lengths or --dtype bfloat16"),
-        ("tasks", "--dtype bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("suite", "remedy"), [
+    ("retrieval", "smaller --retrieval-lengths or --dtype bfloat16"),
+    ("ruler", "smaller --ruler-lengths or --dtype bfloat16"),
+    ("tasks", "--dtype bfloat16"),
+])  # fmt: skip
 def test_a_full_memory_names_what_helps_a_suite_with_its_own_prompts(
     suite: str, remedy: str, mha: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
-from kvfold.checkpoints.eval_json import (
-    BLOCKS,
-    MeasuredCheckpoint,
-    TextProtocol,
-    read_report,
-)
+from kvfold.checkpoints.eval_json import BLOCKS, MeasuredCheckpoint, TextProtocol, read_report
 from kvfold.checkpoints.identity import hashes_of, identity
 from kvfold.checkpoints.record import describe, write_record
 from kvfold.core.errors import InvalidInput

@@ -141,17 +141,12 @@ def test_articles_begin_at_their_titles_and_keep_every_byte_of_the_file() -> Non
     assert words(second) == 8
 
 
-@pytest.mark.parametrize(
-    ("page", "plain"),
-    [
-        (
-            " 1 @,@ 000 @-@ odd 3 @.@ 5 : yes ; no . Oh ! Eh ? Ah , well",
-            " 1,000-odd 3.5: yes; no. Oh! Eh? Ah, well",
-        ),
-        (" ( a ) [ b ] { c } \" d \" ' e '", " (a) [b] {c} \"d\" 'e'"),
-        (" = = = = \n x N y 's foxes ' 20 ° C", " ====\nx 1 y's foxes' 20°C"),
-    ],
-)
+@pytest.mark.parametrize(("page", "plain"), [
+    (" 1 @,@ 000 @-@ odd 3 @.@ 5 : yes ; no . Oh ! Eh ? Ah , well",
+     " 1,000-odd 3.5: yes; no. Oh! Eh? Ah, well"),
+    (" ( a ) [ b ] { c } \" d \" ' e '", " (a) [b] {c} \"d\" 'e'"),
+    (" = = = = \n x N y 's foxes ' 20 ° C", " ====\nx 1 y's foxes' 20°C"),
+])  # fmt: skip
 def test_spelling_is_made_plain(page: str, plain: str) -> None:
     assert plain_spelling(page) == plain
 
@@ -210,28 +205,16 @@ def test_bytes_of_scored_tokens_are_those_of_the_text(mha: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "sentence"),
-    [
-        ("wikitext2-gptq-65", {}, "--text wikitext2-gptq-65: 65 exceeds the 64 positions of"),
-        (
-            "wikitext2-gptq-64",
-            {"window": 32},
-            "--window 32: --text wikitext2-gptq-64 has windows of 64; leave out one of them",
-        ),
-        (
-            "wikitext2-gptq-64",
-            {"bos": True},
-            "--bos: --text wikitext2-gptq-64 itself decides where BOS stands; leave the option out",
-        ),
-        (
-            "lm-eval:wikitext",
-            {"bos": False},
-            "--no-bos: --text lm-eval:wikitext itself decides where BOS stands; leave the option out",
-        ),
-        ("wikitext2-gptq-1", {}, "a window has at least 2 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "sentence"), [
+    ("wikitext2-gptq-65", {}, "--text wikitext2-gptq-65: 65 exceeds the 64 positions of"),
+    ("wikitext2-gptq-64", {"window": 32},
+     "--window 32: --text wikitext2-gptq-64 has windows of 64; leave out one of them"),
+    ("wikitext2-gptq-64", {"bos": True},
+     "--bos: --text wikitext2-gptq-64 itself decides where BOS stands; leave the option out"),
+    ("lm-eval:wikitext", {"bos": False},
+     "--no-bos: --text lm-eval:wikitext itself decides where BOS stands; leave the option out"),
+    ("wikitext2-gptq-1", {}, "a window has at least 2 tokens"),
+])  # fmt: skip
 def test_what_contradicts_a_protocol_is_one_sentence(
     mha: Path, rows: Path, text: str, options: dict[str, Any], sentence: str
 ) -> None:
@@ -255,17 +238,14 @@ def test_a_tokenizer_without_bos_or_eos_starts_no_document(make: Make, rows: Pat
         evaluate(make(bos=None), None, read_text("lm-eval:wikitext", rows), CPU)
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, "cannot be read: No such file or directory"),
-        ("{", "is not JSON"),
-        ("{}", "holds no rows"),
-        ("[]", "holds no rows"),
-        ("[1]", "holds no rows"),
-        ('{"text": "a"}', "holds no rows"),
-    ],
-)
+@pytest.mark.parametrize(("content", "sentence"), [
+    (None, "cannot be read: No such file or directory"),
+    ("{", "is not JSON"),
+    ("{}", "holds no rows"),
+    ("[]", "holds no rows"),
+    ("[1]", "holds no rows"),
+    ('{"text": "a"}', "holds no rows"),
+])  # fmt: skip
 def test_a_file_that_holds_no_rows_is_one_sentence(
     tmp_path: Path, content: str | None, sentence: str
 ) -> None:

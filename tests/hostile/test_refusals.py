@@ -126,11 +126,8 @@ CONVERTED: list[tuple[str, Damage, str]] = [
     ("llama", rope(rope_type="spiral"), "spiral"),
     ("llama", rope(factor="8"), "config.json has factor '8'"),
     ("llama", written("config.json", f'{{"a": {DEEP}'), "levels deep"),
-    (
-        "llama",
-        indexed('{"weight_map": {"a": "../source/a.safetensors"}}'),
-        "has the shard '../source/a.safet",
-    ),
+    ("llama", indexed('{"weight_map": {"a": "../source/a.safetensors"}}'),
+     "has the shard '../source/a.safet"),
     ("llama", indexed("{}"), "it has no weight_map"),
     ("llama", config(transformers_weights="adapter_model.bin"), "transformers_weights"),
     ("llama", written("adapter_config.json", "{}"), "has an adapter"),
@@ -147,7 +144,7 @@ CONVERTED: list[tuple[str, Damage, str]] = [
     ("llava", without("layers.1.self_attn.k_proj.weight"), "layers.1.self_attn.k_proj.weight"),
     ("llava", config(quantization_config={"quant_method": "fp8"}), "but no quantised weight"),
     ("llava fp8 blocks", without("language_model.model.layers.1.mlp.up_proj.weight_scale_inv"), "has no "),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -222,10 +219,8 @@ def test_an_evaluation_refuses_it(scene: Scene, damage: Damage, sentence: str) -
 PUBLISHED: list[tuple[str, Damage]] = [
     ("kvfold.json", edited("kvfold.json", lambda record: record.pop("stage"))),
     ("kvfold.json", edited("kvfold.json", lambda record: record.update(source=[]))),
-    (
-        "kvfold.json",
-        edited("kvfold.json", lambda record: record["cache"]["after"].update(bytes_per_token="9")),
-    ),
+    ("kvfold.json",
+     edited("kvfold.json", lambda record: record["cache"]["after"].update(bytes_per_token="9"))),
     ("kvfold.json", edited("kvfold.json", lambda record: record.update(schema=[1]))),
     ("kvfold.json", edited("kvfold.json", lambda record: record["source"].update(name="\ud800"))),
     ("kvfold.json", written("kvfold.json", DEEP)),
@@ -233,7 +228,7 @@ PUBLISHED: list[tuple[str, Damage]] = [
     ("eval.json", written("eval.json", '{"schema": 2}')),
     ("README.md", written("README.md", "---\nmodel-index: [7]\n---\n# x\n")),
     ("README.md", written("README.md", "---\ntags: [{a: 1}]\n---\n# x\n")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "damage"), PUBLISHED)

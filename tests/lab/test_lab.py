@@ -1,7 +1,4 @@
-"""The lab.
-
-Its formulas against the modules and counted operations, and the command.
-"""
+"""The lab. Its formulas against the modules and counted operations, and the command."""
 
 import json
 from pathlib import Path
@@ -258,23 +255,16 @@ def test_plot(tmp_path: Path) -> None:
     assert "nothing is overwritten" in again.output
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "lab needs a shape or a model"),
-        (["--d-model", "1024", "--heads", "46"], "give --head-dim too"),
-        (["--d-model", "64", "--heads", "4", "--kv-heads", "3"], "do not divide into 3"),
-        (
-            ["--d-model", "64", "--heads", "4", "--lengths", "4k,x"],
-            "--lengths is 'x'; it should be a number of tokens",
-        ),
-        (
-            ["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
-            "--device abacus is not available",
-        ),
-        ([str(DEMO), "--heads", "4"], "--heads would contradict the shape of MODEL"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "lab needs a shape or a model"),
+    (["--d-model", "1024", "--heads", "46"], "give --head-dim too"),
+    (["--d-model", "64", "--heads", "4", "--kv-heads", "3"], "do not divide into 3"),
+    (["--d-model", "64", "--heads", "4", "--lengths", "4k,x"],
+     "--lengths is 'x'; it should be a number of tokens"),
+    (["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
+     "--device abacus is not available"),
+    ([str(DEMO), "--heads", "4"], "--heads would contradict the shape of MODEL"),
+])  # fmt: skip
 def test_mistakes(words: list[str], message: str) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2

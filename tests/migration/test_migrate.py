@@ -218,62 +218,51 @@ def test_steps_that_a_source_cannot_take_are_left_out(texts: Path, tmp_path: Pat
     assert "Error: a budget of" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "bound"),
-    [
-        ("ppl<1.02x", "suites.ppl.ratio.mean", 1.02),
-        ("ppl <= 2x", "suites.ppl.ratio.mean", 2.0),
-        ("ppl<15.5", "suites.ppl.student.perplexity", 15.5),
-        ("kl<0.05", "suites.fidelity.kl.mean", 0.05),
-        ("fidelity.kl.mean<0.05", "suites.fidelity.kl.mean", 0.05),
-    ],
-)
+@pytest.mark.parametrize(("text", "path", "bound"), [
+    ("ppl<1.02x", "suites.ppl.ratio.mean", 1.02),
+    ("ppl <= 2x", "suites.ppl.ratio.mean", 2.0),
+    ("ppl<15.5", "suites.ppl.student.perplexity", 15.5),
+    ("kl<0.05", "suites.fidelity.kl.mean", 0.05),
+    ("fidelity.kl.mean<0.05", "suites.fidelity.kl.mean", 0.05),
+])  # fmt: skip
 def test_bounds(text: str, path: str, bound: float) -> None:
     found = read_bound(text)
     assert (found.text, ".".join(found.path), found.bound) == (text, path, bound)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("kl.added<0.1", "names the suite storage, which is not run; bound what kvfold migrate measures"),
-        ("cache.ratio<0.3", "names the suite cache, which is not run; bound what kvfold migrate measures"),
-        ("cache<0.3", "names the suite cache, which is not run"),
-        (" suites.cache.ratio < 0.3", "names the suite cache, which is not run"),
-        ("cache.student.elements_per_token_per_layer < 9", "names the suite cache, which is not run"),
-        ("schema<2", "does not limit the loss"),
-        ("kl<0", "can never hold: fidelity.kl.mean is at least 0; give another bound"),
-        ("kl.p99<=-0.1", "can never hold: fidelity.kl_percentiles.p99.mean is at least 0"),
-        ("ppl<0.9", "can never hold: ppl.student.perplexity is at least 1"),
-        ("top1>1", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
-        ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
-        ("ppl<0x", "can never hold: ppl.ratio.mean is at least 0"),
-        ("ppl>1.02x", "did you mean 'ppl<1.02x'?"),
-        (
-            "kl>0.1",
-            "does not hold for a fold that loses less, so no search can end at it; did you mean 'kl<0.1'?",
-        ),
-        ("ppl >= 1.1x", "did you mean 'ppl <= 1.1x'?"),
-        ("top1<0.9", "did you mean 'top1>0.9'?"),
-        ("kl.max==2", "did you mean 'kl.max<=2'?"),
-        ("delta_p_rms>0.1", "the report has no delta_p_rms"),
-        ("fidelity.delta_p_rms.mean>0.1", "did you mean 'fidelity.delta_p_rms.mean<0.1'?"),
-        ("ppl.teacher.perplexity>3", "does not limit the loss"),
-        ("ppl<.5x", "is not a comparison with a number"),
-        ("ppl<1.2.3x", "is not a comparison with a number"),
-        ("", "is not a comparison with a number"),
-        ("ppl", "is not a comparison with a number"),
-        ("ppl<x", "is not a comparison with a number"),
-        ("kl<0.1x", "is not a comparison with a number"),
-        ("kl<nan", "is not a comparison with a number"),
-        ("foo<1", "the report has no foo"),
-        ("ppl.x<1", "suites.ppl has no x; it has"),
-        (
-            "kl<x",
-            "is not a comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05', of kl, kl.mean",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("kl.added<0.1", "names the suite storage, which is not run; bound what kvfold migrate measures"),
+    ("cache.ratio<0.3", "names the suite cache, which is not run; bound what kvfold migrate measures"),
+    ("cache<0.3", "names the suite cache, which is not run"),
+    (" suites.cache.ratio < 0.3", "names the suite cache, which is not run"),
+    ("cache.student.elements_per_token_per_layer < 9", "names the suite cache, which is not run"),
+    ("schema<2", "does not limit the loss"),
+    ("kl<0", "can never hold: fidelity.kl.mean is at least 0; give another bound"),
+    ("kl.p99<=-0.1", "can never hold: fidelity.kl_percentiles.p99.mean is at least 0"),
+    ("ppl<0.9", "can never hold: ppl.student.perplexity is at least 1"),
+    ("top1>1", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
+    ("top1==1.5", "can never hold: fidelity.same_top1.mean is at least 0 and at most 1"),
+    ("ppl<0x", "can never hold: ppl.ratio.mean is at least 0"),
+    ("ppl>1.02x", "did you mean 'ppl<1.02x'?"),
+    ("kl>0.1",
+     "does not hold for a fold that loses less, so no search can end at it; did you mean 'kl<0.1'?"),
+    ("ppl >= 1.1x", "did you mean 'ppl <= 1.1x'?"),
+    ("top1<0.9", "did you mean 'top1>0.9'?"),
+    ("kl.max==2", "did you mean 'kl.max<=2'?"),
+    ("delta_p_rms>0.1", "the report has no delta_p_rms"),
+    ("fidelity.delta_p_rms.mean>0.1", "did you mean 'fidelity.delta_p_rms.mean<0.1'?"),
+    ("ppl.teacher.perplexity>3", "does not limit the loss"),
+    ("ppl<.5x", "is not a comparison with a number"),
+    ("ppl<1.2.3x", "is not a comparison with a number"),
+    ("", "is not a comparison with a number"),
+    ("ppl", "is not a comparison with a number"),
+    ("ppl<x", "is not a comparison with a number"),
+    ("kl<0.1x", "is not a comparison with a number"),
+    ("kl<nan", "is not a comparison with a number"),
+    ("foo<1", "the report has no foo"),
+    ("ppl.x<1", "suites.ppl has no x; it has"),
+    ("kl<x", "is not a comparison with a number; write for example 'ppl<1.02x' or 'kl<0.05', of kl, kl.mean"),
+])  # fmt: skip
 def test_a_wrong_bound_says_what_is_wrong(text: str, sentence: str) -> None:
     with pytest.raises(InvalidInput) as mistake:
         read_bound(text)
@@ -282,28 +271,25 @@ def test_a_wrong_bound_says_what_is_wrong(text: str, sentence: str) -> None:
     assert "kl.added" not in str(mistake.value).removeprefix(f"--until {text!r}")
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"steps": "25%,50%"}, "--steps 25%,50%: 50% gives no smaller cache than 25% before it"),
-        ({"steps": "30%,25%"}, "25% gives no smaller cache than 30% before it"),
-        ({"steps": "150%"}, "--steps is '150%'; it should be a share of the source's cache"),
-        ({"steps": "50%,"}, "--steps"),
-        ({"steps": "5%"}, "--steps 5%: a budget of 12 elements"),
-        ({"to": "mqa"}, "does not apply to --to mqa"),
-        ({"tokens-per-step": "many"}, "--tokens-per-step is 'many'; it should be a number of tokens"),
-        ({"tokens-per-step": "0"}, "--tokens-per-step is '0'; it should be"),
-        ({"window": "4096"}, "--window 4096 exceeds the 256 positions"),
-        ({"text": "missing.txt"}, "missing.txt is not a file"),
-        ({"train": "missing.txt"}, "missing.txt"),
-        ({"set": "output=elsewhere"}, "every step has its own student and output"),
-        ({"set": "stages.0.rate=1"}, "unknown key 'rate'"),
-        ({"calibration": "none"}, "--refine 1 needs text to refine on"),
-        ({"out": str(DEMO / "inside")}, "is inside the source"),
-        ({"set": "evaluate.source=nofile.txt"}, "evaluate.source nofile.txt is not a file"),
-        ({"set": "evaluate.seq_len=99999"}, "evaluate.seq_len 99999 exceeds the 256 positions"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "sentence"), [
+    ({"steps": "25%,50%"}, "--steps 25%,50%: 50% gives no smaller cache than 25% before it"),
+    ({"steps": "30%,25%"}, "25% gives no smaller cache than 30% before it"),
+    ({"steps": "150%"}, "--steps is '150%'; it should be a share of the source's cache"),
+    ({"steps": "50%,"}, "--steps"),
+    ({"steps": "5%"}, "--steps 5%: a budget of 12 elements"),
+    ({"to": "mqa"}, "does not apply to --to mqa"),
+    ({"tokens-per-step": "many"}, "--tokens-per-step is 'many'; it should be a number of tokens"),
+    ({"tokens-per-step": "0"}, "--tokens-per-step is '0'; it should be"),
+    ({"window": "4096"}, "--window 4096 exceeds the 256 positions"),
+    ({"text": "missing.txt"}, "missing.txt is not a file"),
+    ({"train": "missing.txt"}, "missing.txt"),
+    ({"set": "output=elsewhere"}, "every step has its own student and output"),
+    ({"set": "stages.0.rate=1"}, "unknown key 'rate'"),
+    ({"calibration": "none"}, "--refine 1 needs text to refine on"),
+    ({"out": str(DEMO / "inside")}, "is inside the source"),
+    ({"set": "evaluate.source=nofile.txt"}, "evaluate.source nofile.txt is not a file"),
+    ({"set": "evaluate.seq_len=99999"}, "evaluate.seq_len 99999 exceeds the 256 positions"),
+])  # fmt: skip
 def test_mistakes(texts: Path, tmp_path: Path, changed: dict[str, str], sentence: str) -> None:
     done = invoke(arguments(texts, **{"out": tmp_path / "out", **changed}))  # type: ignore[arg-type]
     assert done.exit_code == 2, done.output

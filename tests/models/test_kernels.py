@@ -93,16 +93,11 @@ def test_one_operation_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(compiled(*given, 0.2), kernels.plain(*given, 0.2))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [
-        (
-            lambda *_: (_ for _ in ()).throw(RuntimeError("out of resource: shared memory")),
-            "RuntimeError: out of resource",
-        ),
-        (lambda *given: kernels.plain(*given) * 1.1, "differs from plain products by 1.0e-01"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "words"), [
+    (lambda *_: (_ for _ in ()).throw(RuntimeError("out of resource: shared memory")),
+     "RuntimeError: out of resource"),
+    (lambda *given: kernels.plain(*given) * 1.1, "differs from plain products by 1.0e-01"),
+])  # fmt: skip
 def test_plain_products_serve_where_the_kernel_fails(
     kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,20 +131,17 @@ def test_weights_are_read_when_they_are_needed(place: Path, monkeypatch: pytest.
     assert read == [name]
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("fp8 blocks", None),
-        ("mxfp4", None),
-        ("compressed fp8", "compressed_tensors"),
-        ("compressed fp8 blocks", "compressed_tensors"),
-        ("compressed int8", "compressed_tensors"),
-        ("compressed int4", "compressed_tensors"),
-        ("compressed nvfp4", "compressed_tensors"),
-        ("compressed mxfp4", "compressed_tensors"),
-        ("bitsandbytes int8", "bitsandbytes"),
-    ],
-)
+@pytest.mark.parametrize(("name", "package"), [
+    ("fp8 blocks", None),
+    ("mxfp4", None),
+    ("compressed fp8", "compressed_tensors"),
+    ("compressed fp8 blocks", "compressed_tensors"),
+    ("compressed int8", "compressed_tensors"),
+    ("compressed int4", "compressed_tensors"),
+    ("compressed nvfp4", "compressed_tensors"),
+    ("compressed mxfp4", "compressed_tensors"),
+    ("bitsandbytes int8", "bitsandbytes"),
+])  # fmt: skip
 def test_transformers_loads_the_fold_with_its_own_reader(
     name: str, package: str | None, tmp_path: Path
 ) -> None:

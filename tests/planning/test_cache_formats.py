@@ -45,17 +45,14 @@ def found() -> dict[str, Candidate]:
     }
 
 
-@pytest.mark.parametrize(
-    ("label", "name", "each"),
-    [
-        ("GQA-4", "fp8_e4m3", 128.0),
-        ("GQA-4", "int4", 8 * (8 + 4)),  # four keys and four values of 16, each with a scale
-        ("GQA-4", "nvfp4", 8 * (8 + 1)),
-        ("MLA 48+16, stock uniform", "int4", 32 + 4),
-        ("MLA 48+16, stock uniform", "nvfp4", 32 + 4),
-        ("MLA 64, rope intact", "int8", 64 + 4),
-    ],
-)
+@pytest.mark.parametrize(("label", "name", "each"), [
+    ("GQA-4", "fp8_e4m3", 128.0),
+    ("GQA-4", "int4", 8 * (8 + 4)),  # four keys and four values of 16, each with a scale
+    ("GQA-4", "nvfp4", 8 * (8 + 1)),
+    ("MLA 48+16, stock uniform", "int4", 32 + 4),
+    ("MLA 48+16, stock uniform", "nvfp4", 32 + 4),
+    ("MLA 64, rope intact", "int8", 64 + 4),
+])  # fmt: skip
 def test_bytes_are_counted_with_their_scales(
     found: dict[str, Candidate], label: str, name: str, each: float
 ) -> None:

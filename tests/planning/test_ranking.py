@@ -314,22 +314,19 @@ def test_saved_statistics_are_of_the_sources_text_where_none_is_named(tmp_path: 
     assert found.report["calibration"] == {"text": "self", "tokens": 16}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--context", "long"), "--context is 'long'; it should be a number of tokens"),
-        (("--memory", "24 parsecs"), "--memory is '24 parsecs'; it should be a size"),
-        (("--memory", "0GB"), "--memory is '0GB'; it should be a size"),
-        (("--memory", "24"), "--memory is '24'; it counts bytes: write for example 24GB"),
-        (("--budgets", "50%,150%"), "--budgets 150% is not a share"),
-        (("--engine", "mlc"), "--engine is 'mlc'; it should be 'transformers', "),
-        (("--png", "curve.svg"), "does not end in .png"),
-        (("--png", "nowhere/curve.png"), "there is no directory"),
-        (("--calibration", "absent.safetensors"), "absent.safetensors"),
-        (("--calibration", "absent.txt", "--memory", "1kB"), "--calibration absent.txt is not none, self"),
-        (("--calibration", "none", "--save-statistics", "kept.safetensors"), "nothing to save"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (("--context", "long"), "--context is 'long'; it should be a number of tokens"),
+    (("--memory", "24 parsecs"), "--memory is '24 parsecs'; it should be a size"),
+    (("--memory", "0GB"), "--memory is '0GB'; it should be a size"),
+    (("--memory", "24"), "--memory is '24'; it counts bytes: write for example 24GB"),
+    (("--budgets", "50%,150%"), "--budgets 150% is not a share"),
+    (("--engine", "mlc"), "--engine is 'mlc'; it should be 'transformers', "),
+    (("--png", "curve.svg"), "does not end in .png"),
+    (("--png", "nowhere/curve.png"), "there is no directory"),
+    (("--calibration", "absent.safetensors"), "absent.safetensors"),
+    (("--calibration", "absent.txt", "--memory", "1kB"), "--calibration absent.txt is not none, self"),
+    (("--calibration", "none", "--save-statistics", "kept.safetensors"), "nothing to save"),
+])  # fmt: skip
 def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
     given = arguments if "--budgets" in arguments else ("--budgets", "50%", *arguments)
     result = run(str(DEMO), *given)

@@ -306,18 +306,15 @@ def test_a_name_that_is_none(folded: Path, name: str) -> None:
     assert "is not a repository; write owner/name" in err
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "sentence"),
-    [
-        ("kvfold.json", None, "has no kvfold.json"),
-        ("model-00001-of-*", None, "lacks the shard"),
-        ("eval.json.partial", b"{}", "is half-written"),
-        ("eval.json", b"{", "is not valid JSON"),
-        ("eval.json", b'{"schema": 9}', "its schema is 9"),
-        ("README.md", b"---\na: [\n---\n", "cannot be read as a model card"),
-        ("README.md", b"---\n- a\n---\n", "cannot be read as a model card"),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "sentence"), [
+    ("kvfold.json", None, "has no kvfold.json"),
+    ("model-00001-of-*", None, "lacks the shard"),
+    ("eval.json.partial", b"{}", "is half-written"),
+    ("eval.json", b"{", "is not valid JSON"),
+    ("eval.json", b'{"schema": 9}', "its schema is 9"),
+    ("README.md", b"---\na: [\n---\n", "cannot be read as a model card"),
+    ("README.md", b"---\n- a\n---\n", "cannot be read as a model card"),
+])  # fmt: skip
 def test_what_cannot_be_published(
     folded: Path, tmp_path: Path, name: str, data: bytes | None, sentence: str
 ) -> None:

@@ -214,13 +214,10 @@ def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None
     assert "--out decoupled\n$ kvfold quantize decoupled --scheme w4a16 --group-size 32 --out out\n" in card
 
 
-@pytest.mark.parametrize(
-    ("trained", "form"),
-    [
-        ("all", ""),
-        ("attention", " Its linear weights are in FP8, but for those that were trained afterwards."),
-    ],
-)
+@pytest.mark.parametrize(("trained", "form"), [
+    ("all", ""),
+    ("attention", " Its linear weights are in FP8, but for those that were trained afterwards."),
+])  # fmt: skip
 def test_the_card_of_a_rounded_fold_that_was_distilled_says_what_its_weights_are(
     place: Path, tmp_path: Path, trained: str, form: str
 ) -> None:

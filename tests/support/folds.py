@@ -28,10 +28,7 @@ def convert(source: Path | str, *options: str, out: Path | None = None) -> Resul
 def fold_latent(source: Path, *options: str) -> Path:
     """Fold to MLA by weights alone, into a directory that is named after the options."""
     out = source.with_name("-".join([source.name, *options[1::2]]).replace("%", ""))
-    command(
-        [str(source), "--to", "mla", *WEIGHTS, *options, "--out", str(out)],
-        standalone_mode=False,
-    )
+    command([str(source), "--to", "mla", *WEIGHTS, *options, "--out", str(out)], standalone_mode=False)
     return out
 
 

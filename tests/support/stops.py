@@ -86,11 +86,7 @@ def run_and_stop(
 
 
 def run_to_the_end(
-    server: WarmServer,
-    words: Sequence[str],
-    place: Path,
-    told: Path,
-    kinds: Callable[[str], str] = kind_of,
+    server: WarmServer, words: Sequence[str], place: Path, told: Path, kinds: Callable[[str], str] = kind_of
 ) -> list[str]:
     """Give a command as often as it takes; return the kinds of operations before which it was stopped.
 

@@ -43,17 +43,13 @@ def test_a_jump_is_found(end: int) -> None:
     assert jump(entropies(mean_T)) == end
 
 
-@pytest.mark.parametrize(
-    "mean_T",
-    [
-        torch.full((512,), 4.0),
-        torch.linspace(4, 3, 512),
-        0.7 - 0.5 * torch.exp(-torch.arange(512) / 60.0),  # a text that begins with a phrase
-        1 + 0.2 * torch.arange(1, 513).log2(),
-        3.5 + 0.3 * (torch.arange(512) >= 128),  # SmolLM2-135M, whose own text drifts away
-    ],
-    ids=["flat", "falling", "rising to a level", "rising as a logarithm", "rising by a little"],
-)
+@pytest.mark.parametrize("mean_T", [
+    torch.full((512,), 4.0),
+    torch.linspace(4, 3, 512),
+    0.7 - 0.5 * torch.exp(-torch.arange(512) / 60.0),  # a text that begins with a phrase
+    1 + 0.2 * torch.arange(1, 513).log2(),
+    3.5 + 0.3 * (torch.arange(512) >= 128),  # SmolLM2-135M, whose own text drifts away
+], ids=["flat", "falling", "rising to a level", "rising as a logarithm", "rising by a little"])  # fmt: skip
 def test_text_that_changes_slowly_is_whole(mean_T: torch.Tensor) -> None:
     assert jump(entropies(mean_T)) is None
 
@@ -84,16 +80,12 @@ def test_a_text_behind_another_shows_where_a_source_ends(end: int) -> None:
     assert breakdown(Reader(end), COUNTS_BT[:, :256], 512) == end
 
 
-@pytest.mark.parametrize(
-    ("reader", "tokens_BT"),
-    [
-        (Reader(512), COUNTS_BT),
-        (Reader(128, rise=0.2), COUNTS_BT),  # sound sources lose as much behind another text
-        (Reader(128), COUNTS_BT[:5]),
-        (Reader(64), COUNTS_BT[:, :127]),
-    ],
-    ids=["sound", "a little worse", "too few pairs", "too short to see"],
-)
+@pytest.mark.parametrize(("reader", "tokens_BT"), [
+    (Reader(512), COUNTS_BT),
+    (Reader(128, rise=0.2), COUNTS_BT),  # sound sources lose as much behind another text
+    (Reader(128), COUNTS_BT[:5]),
+    (Reader(64), COUNTS_BT[:, :127]),
+], ids=["sound", "a little worse", "too few pairs", "too short to see"])  # fmt: skip
 def test_a_text_behind_another_shows_nothing(reader: Reader, tokens_BT: torch.Tensor) -> None:
     assert breakdown(reader, tokens_BT, 1024) is None
 
@@ -121,17 +113,14 @@ def test_one_sequence_shows_nothing() -> None:
     assert jump(torch.cat([torch.ones(1, 256), torch.full((1, 256), 9.0)], 1)) is None
 
 
-@pytest.mark.parametrize(
-    ("rope", "stated", "length"),
-    [
-        ("default", None, READ),
-        ("default", 200, 200),
-        ("default", 10**30, READ),
-        ("default", "unknown", READ),
-        ("llama3", None, 64),
-        ("yarn", None, 32),
-    ],
-)
+@pytest.mark.parametrize(("rope", "stated", "length"), [
+    ("default", None, READ),
+    ("default", 200, 200),
+    ("default", 10**30, READ),
+    ("default", "unknown", READ),
+    ("llama3", None, 64),
+    ("yarn", None, 32),
+])  # fmt: skip
 def test_files_say_what_a_source_was_trained_on(
     tmp_path: Path, rope: str, stated: object, length: int
 ) -> None:

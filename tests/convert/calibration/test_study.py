@@ -175,10 +175,8 @@ def test_mistakes(tmp_path: Path) -> None:
         (f"--calibration {other}", "holds statistics of a model with"),
         ("--calibration none --save-statistics x.safetensors", "has nothing to save with --calibration none"),
         (f"--calibration self --save-statistics {other}", "exists and nothing is overwritten"),
-        (
-            f"--calibration self --save-statistics {nowhere}/s",
-            f"no directory {nowhere}; make it, or name another",
-        ),
+        (f"--calibration self --save-statistics {nowhere}/s",
+         f"no directory {nowhere}; make it, or name another"),
         (f"--calibration {other} --save-statistics x.safetensors", "holds saved statistics already"),
         (f"--calibration {tmp_path}/empty", "is a directory that holds no file of a known kind"),
         ("--calibration none --refine 3", "--refine 3 has no effect without calibration text"),
@@ -188,7 +186,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ("--method svd --slots uniform", "--slots does not apply to --method svd"),
         ("--rope intact --method svd", "--method svd decouples the rotary part"),
         ("--rope intact --slots uniform", "--slots uniform does not apply here"),
-    ):
+    ):  # fmt: skip
         result = convert(source, "--rank", "9", *options.split(), out=tmp_path / "out")
         assert result.exit_code == 2, options
         assert sentence in result.output

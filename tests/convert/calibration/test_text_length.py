@@ -69,20 +69,14 @@ def test_the_context_is_recorded_and_decides_the_fold(tmp_path: Path) -> None:
     assert records["8"]["predicted_loss"] != records["48"]["predicted_loss"]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--context", "65"], "--context 65 exceeds the source's max_position_embeddings, 64; use at most"),
-        (["--context", "1"], "context"),
-        (["--context", "soon"], "it should be a number of tokens, for example 8192 or 8k"),
-        (["--context", "32", "--calibration", "none"], "--context 32 has no effect without calibration text"),
-        (["--context", "32", "--method", "svd"], "--context 32 does not apply to --method svd"),
-        (
-            ["--context", "32", "--rank", "full"],
-            "--context 32 has no effect where everything is kept; leave it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "sentence"), [
+    (["--context", "65"], "--context 65 exceeds the source's max_position_embeddings, 64; use at most"),
+    (["--context", "1"], "context"),
+    (["--context", "soon"], "it should be a number of tokens, for example 8192 or 8k"),
+    (["--context", "32", "--calibration", "none"], "--context 32 has no effect without calibration text"),
+    (["--context", "32", "--method", "svd"], "--context 32 does not apply to --method svd"),
+    (["--context", "32", "--rank", "full"], "--context 32 has no effect where everything is kept; leave it"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:
     source = make(tmp_path / "source", max_position_embeddings=64)
     out = tmp_path / "out"
@@ -111,19 +105,11 @@ def test_grouped_queries_are_fitted_to_the_context_or_a_notice_says_why_not(
     assert told == ([] if changes else [f"--context {context} {reason}" for context in (8, 64)])
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "options", "notice"),
-    [
-        ("llama", {}, [], "--context 8192 counts as 4096: farther distances are not extrapolated"),
-        (
-            "llama",
-            {},
-            ["--rope", "intact"],
-            "--context 8192 has no effect on this fold: its keys are rebuilt",
-        ),
-        ("mistral", {"sliding_window": 24}, [], "--context 8192 counts as 24: no layer reads farther"),
-    ],
-)
+@pytest.mark.parametrize(("family", "settings", "options", "notice"), [
+    ("llama", {}, [], "--context 8192 counts as 4096: farther distances are not extrapolated"),
+    ("llama", {}, ["--rope", "intact"], "--context 8192 has no effect on this fold: its keys are rebuilt"),
+    ("mistral", {"sliding_window": 24}, [], "--context 8192 counts as 24: no layer reads farther"),
+])  # fmt: skip
 def test_a_context_that_counts_as_less_is_told(
     tmp_path: Path, family: str, settings: dict[str, int], options: list[str], notice: str
 ) -> None:

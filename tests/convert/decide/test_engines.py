@@ -26,20 +26,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("wide") / "source", rms_norm_eps=1e-5, **WIDE)
 
 
-@pytest.mark.parametrize(
-    ("options", "architecture", "sentence"),
-    [
-        (LINEAR, "DeepseekV3ForCausalLM", ""),
-        (("--engine", "transformers", *LINEAR), "DeepseekV3ForCausalLM", ""),
-        (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
-        (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang refuses to load"),
-        (
-            ("--engine", "vllm", "--container", "stock", *LINEAR),
-            "DeepseekV3ForCausalLM",
-            "the stock class for serving",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "architecture", "sentence"), [
+    (LINEAR, "DeepseekV3ForCausalLM", ""),
+    (("--engine", "transformers", *LINEAR), "DeepseekV3ForCausalLM", ""),
+    (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
+    (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang refuses to load"),
+    (("--engine", "vllm", "--container", "stock", *LINEAR), "DeepseekV3ForCausalLM",
+     "the stock class for serving"),
+])  # fmt: skip
 def test_the_least_lossy_container_that_all_accept(
     wide: Path, tmp_path: Path, options: tuple[str, ...], architecture: str, sentence: str
 ) -> None:

@@ -66,19 +66,16 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
     assert any("not 512+64" in line for line in failing(tmp_path / "out", "vllm"))
 
 
-@pytest.mark.parametrize(
-    ("engine", "options", "cached"),
-    [
-        ("llama.cpp", ("--rank", "128"), 256 + 64),
-        ("llama.cpp", ("--rank", "128", "--rope-dim", "32"), 128 + 32),
-        ("llama.cpp", ("--rank", "300"), 300 + 64),
-        ("mlx", ("--rank", "128"), 128 + 64),
-        ("llama.cpp,vllm", ("--kv-budget", "50%"), "the least would be 62.5%"),
-        ("llama.cpp,vllm", ("--rank", "128", "--rope-dim", "32"), "--rope-dim 32 does not fit"),
-        ("mlx", ("--rope-dim", "32"), "gets one where no size is given; add --rank N or --kv-budget SHARE"),
-        ("llama.cpp,vllm", ("--rope-dim", "32"), "Error: --rope-dim 32 does not fit the serving profiles"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "options", "cached"), [
+    ("llama.cpp", ("--rank", "128"), 256 + 64),
+    ("llama.cpp", ("--rank", "128", "--rope-dim", "32"), 128 + 32),
+    ("llama.cpp", ("--rank", "300"), 300 + 64),
+    ("mlx", ("--rank", "128"), 128 + 64),
+    ("llama.cpp,vllm", ("--kv-budget", "50%"), "the least would be 62.5%"),
+    ("llama.cpp,vllm", ("--rank", "128", "--rope-dim", "32"), "--rope-dim 32 does not fit"),
+    ("mlx", ("--rope-dim", "32"), "gets one where no size is given; add --rank N or --kv-budget SHARE"),
+    ("llama.cpp,vllm", ("--rope-dim", "32"), "Error: --rope-dim 32 does not fit the serving profiles"),
+])  # fmt: skip
 def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | str, tmp_path: Path) -> None:
     """A profile where one fits, since all hardware of llama.cpp has a kernel for it; else the user's widths."""
     source = make(tmp_path / "source", **GOOD)
@@ -88,17 +85,11 @@ def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | s
     assert (cached if isinstance(cached, str) else f" {cached} elements per token and layer") in text
 
 
-@pytest.mark.parametrize(
-    ("engine", "advice"),
-    [
-        ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%: mlx can run any width"),
-        ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%: llama.cpp can run any width"),
-        (
-            "vllm,sglang",
-            "use --to gqa, or --engine transformers, vllm+kvfold, llama.cpp or mlx with --kv-budget",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("engine", "advice"), [
+    ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%: mlx can run any width"),
+    ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%: llama.cpp can run any width"),
+    ("vllm,sglang", "use --to gqa, or --engine transformers, vllm+kvfold, llama.cpp or mlx with --kv-budget"),
+])  # fmt: skip
 def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine(
     engine: str, advice: str, tmp_path: Path
 ) -> None:
@@ -116,15 +107,12 @@ def predicted(loss: float | None) -> Any:
     return SimpleNamespace(plan=SimpleNamespace(predicted=loss))
 
 
-@pytest.mark.parametrize(
-    ("wide", "narrow", "taken"),
-    [
-        (0.1, 0.1 + 0.9 * NARROW_COST, NARROW),
-        (0.1, 0.1 + 1.1 * NARROW_COST, SERVING),
-        (None, None, SERVING),
-        (0.1, None, SERVING),
-    ],
-)
+@pytest.mark.parametrize(("wide", "narrow", "taken"), [
+    (0.1, 0.1 + 0.9 * NARROW_COST, NARROW),
+    (0.1, 0.1 + 1.1 * NARROW_COST, SERVING),
+    (None, None, SERVING),
+    (0.1, None, SERVING),
+])  # fmt: skip
 def test_the_narrow_profile_is_taken_where_it_costs_little(
     wide: float | None, narrow: float | None, taken: Profile
 ) -> None:
@@ -152,16 +140,13 @@ def test_a_profile_that_does_not_hold_the_source_is_passed_over() -> None:
 LLAMA_70B = Geometry(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "context", "source", "latent", "grouped"),
-    [
-        (1, 1, 2048, 576, 1024),
-        (4, 1, 512, 576, 256),
-        (8, 1, 256, 576, 256),
-        (8, 8, 256, 72, 128),
-        (16, 2, 128, 288, 128),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "context", "source", "latent", "grouped"), [
+    (1, 1, 2048, 576, 1024),
+    (4, 1, 512, 576, 256),
+    (8, 1, 256, 576, 256),
+    (8, 8, 256, 72, 128),
+    (16, 2, 128, 288, 128),
+])  # fmt: skip
 def test_what_a_rank_holds(tensor: int, context: int, source: int, latent: int, grouped: int) -> None:
     """Llama-3-70B: at TP 8 GQA-8 holds 256 elements, MLA 576, and 72 with DCP 8."""
     ranks = Ranks(tensor=tensor, context=context)

@@ -87,15 +87,12 @@ def test_packing_is_undone(tmp_path: Path, family: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("first_k_dense_replace", "1", "first_k_dense_replace '1', where a whole number"),
-        ("mlp_layer_types", ["dense"], r"\(2\) must be equal to the number of `mlp_layer_types` \(1\)"),
-        ("mlp_layer_types", 3, "'mlp_layer_types' with value 3"),
-        ("sliding_window_pattern", "4", "'sliding_window_pattern' expected int, got str"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("first_k_dense_replace", "1", "first_k_dense_replace '1', where a whole number"),
+    ("mlp_layer_types", ["dense"], r"\(2\) must be equal to the number of `mlp_layer_types` \(1\)"),
+    ("mlp_layer_types", 3, "'mlp_layer_types' with value 3"),
+    ("sliding_window_pattern", "4", "'sliding_window_pattern' expected int, got str"),
+])  # fmt: skip
 def test_fields_that_say_which_layers_rotate_are_checked(
     tmp_path: Path, field: str, value: Any, words: str
 ) -> None:
@@ -159,18 +156,12 @@ def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(
 
 # name -> (family, what config.json says, a part of the sentence)
 VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "key norm with mean": (
-        "cohere",
-        {"use_qk_norm": True},
-        "use_qk_norm True; kvfold folds Cohere where it is False",
-    ),
-    "old decoder": (
-        "falcon",
-        {"new_decoder_architecture": False},
-        "kvfold folds Falcon, new decoder where it is True",
-    ),
+    "key norm with mean": ("cohere", {"use_qk_norm": True},
+                           "use_qk_norm True; kvfold folds Cohere where it is False"),
+    "old decoder": ("falcon", {"new_decoder_architecture": False},
+                    "kvfold folds Falcon, new decoder where it is True"),
     "alibi": ("falcon", {"alibi": True, "new_decoder_architecture": True}, "alibi True; kvfold"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", VARIANTS)

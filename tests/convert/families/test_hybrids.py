@@ -134,32 +134,22 @@ def test_the_values_of_a_group_are_multiples_dimension_by_dimension() -> None:
 
 # name -> (what config.json says, a part of the sentence)
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown kind": (
-        {"layer_types": ["linear_attention", "fast_attention", *KINDS[2:]]},
-        r"`layer_types` entries must be in \(.*'fast_attention'",
-    ),
-    "a kind of another family": (
-        {"layer_types": ["moe", *KINDS[1:]]},
-        "layers.0.linear_attn.A_log, which a Qwen3NextForCausalLM",
-    ),
+    "an unknown kind": ({"layer_types": ["linear_attention", "fast_attention", *KINDS[2:]]},
+                        r"`layer_types` entries must be in \(.*'fast_attention'"),
+    "a kind of another family": ({"layer_types": ["moe", *KINDS[1:]]},
+                                 "layers.0.linear_attn.A_log, which a Qwen3NextForCausalLM"),
     "too few": ({"layer_types": KINDS[:3]}, r"\(4\) must be equal to the number of `layer_types`"),
     "a number": ({"layer_types": 4}, "Field 'layer_types' with value 4"),
     "numbers": ({"layer_types": [1, 2, 3, 4]}, "Field 'layer_types' with value "),
     "none attends": ({"layer_types": ["linear_attention"] * 4}, "no layer of the kind full_attention"),
-    "attention where there is none": (
-        {"layer_types": ["full_attention"] * 4},
-        "has no model.layers.0.self_attn.",
-    ),
-    "no attention where there is": (
-        {"layer_types": [*KINDS[:3], "linear_attention"]},
-        "no model.layers.3.linear_attn|model.layers.3.self_attn.*ignores",
-    ),
-    "an interval of nothing": (
-        {"layer_types": None, "full_attention_interval": 0},
-        "full_attention_interval 0",
-    ),
+    "attention where there is none": ({"layer_types": ["full_attention"] * 4},
+                                      "has no model.layers.0.self_attn."),
+    "no attention where there is": ({"layer_types": [*KINDS[:3], "linear_attention"]},
+                                    "no model.layers.3.linear_attn|model.layers.3.self_attn.*ignores"),
+    "an interval of nothing": ({"layer_types": None, "full_attention_interval": 0},
+                               "full_attention_interval 0"),
     "biases before a gate": ({"attention_bias": True}, "attention_bias True"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FIELDS)

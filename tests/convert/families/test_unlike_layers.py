@@ -33,16 +33,14 @@ TIED = {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = {
     "wide": ({}, {KINDS[0]: (3, 64, 32), KINDS[1]: (3, 128, 64)}),
     "tied": (TIED, {KINDS[0]: (3, 64, 32), KINDS[1]: (3, 64, 32)}),
-    "shared": (
-        {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
-        {KINDS[0]: (2, 64, 32), KINDS[1]: (1, 128, 64)},
-    ),
+    "shared": ({"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+               {KINDS[0]: (2, 64, 32), KINDS[1]: (1, 128, 64)}),
     "tied, experts": (
         {**TIED, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
         {KINDS[0]: (3, 64, 32), KINDS[1]: (3, 64, 32)},
     ),
     "tied, shared": ({**TIED, "num_kv_shared_layers": 2}, {KINDS[0]: (2, 64, 32), KINDS[1]: (2, 64, 32)}),
-}
+}  # fmt: skip
 IDS = torch.arange(2 * 44).reshape(2, 44) ** 2 * 7 % 97
 WEIGHTS = ("--calibration", "none")
 TEXT = ("--calibration", "self", "--sequences", "6", "--length", "24")
@@ -186,21 +184,18 @@ def test_one_head_in_each_kind(tmp_path: Path) -> None:
     assert set(stepped(out)[1]) == {2 * 8, 2 * 16}
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "words"),
-    [
-        ({}, ("--to", "mla", "--rank", "full"), "its layers differ in the width of their heads"),
-        ({}, ("--to", "mqa", "--cache-dtype", "fp8_e4m3"), "no weight prepares them"),
-        ({}, ("--to", "mqa", *TEXT, "--layerwise"), "whole model in memory"),
-        ({"per_layer_config": [1]}, ("--to", "mqa"), "cannot read config.json: 'list' object"),
-        ({"per_layer_config": {"9": {"head_dim": 16}}}, ("--to", "mqa"), "in the range [0, 6); got [9]"),
-        ({"per_layer_config": {"1": {"sliding_window": 4}}}, ("--to", "mqa"), "kvfold reads num_key_value"),
-        ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, ("--to", "mqa"), "must divide"),
-        ({"num_kv_shared_layers": 6}, ("--to", "mqa"), "a number from 0 to 5 is needed"),
-        ({"num_kv_shared_layers": 5}, ("--to", "mqa"), "no layer below 1 has keys and values of the kind"),
-        ({"use_bidirectional_attention": "all"}, ("--to", "mqa"), "kvfold folds Gemma 4, text where it is"),
-    ],
-)
+@pytest.mark.parametrize(("change", "options", "words"), [
+    ({}, ("--to", "mla", "--rank", "full"), "its layers differ in the width of their heads"),
+    ({}, ("--to", "mqa", "--cache-dtype", "fp8_e4m3"), "no weight prepares them"),
+    ({}, ("--to", "mqa", *TEXT, "--layerwise"), "whole model in memory"),
+    ({"per_layer_config": [1]}, ("--to", "mqa"), "cannot read config.json: 'list' object"),
+    ({"per_layer_config": {"9": {"head_dim": 16}}}, ("--to", "mqa"), "in the range [0, 6); got [9]"),
+    ({"per_layer_config": {"1": {"sliding_window": 4}}}, ("--to", "mqa"), "kvfold reads num_key_value"),
+    ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, ("--to", "mqa"), "must divide"),
+    ({"num_kv_shared_layers": 6}, ("--to", "mqa"), "a number from 0 to 5 is needed"),
+    ({"num_kv_shared_layers": 5}, ("--to", "mqa"), "no layer below 1 has keys and values of the kind"),
+    ({"use_bidirectional_attention": "all"}, ("--to", "mqa"), "kvfold folds Gemma 4, text where it is"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(
     change: dict[str, Any], options: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:

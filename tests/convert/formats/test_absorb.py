@@ -12,11 +12,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import (
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kvfold

@@ -23,13 +23,10 @@ OUTPUTS = {
     "stock, compressed queries": ("MLA in the stock class", "llama", (*FITTED, "--q-lora-rank", "16")),
     "stock, biases": ("MLA in the stock class", "qwen2", FITTED),
     "decoupled": ("MLA with its own code, `--rope decoupled`", "llama", OWN),
-    "decoupled, key norms": (
-        "MLA with its own code, `--rope decoupled`",
-        "qwen3",
-        (*OWN, "--rope", "decoupled"),
-    ),
+    "decoupled, key norms": ("MLA with its own code, `--rope decoupled`", "qwen3",
+                             (*OWN, "--rope", "decoupled")),
     "intact": ("MLA with its own code, `--rope intact`", "llama", (*OWN, "--rope", "intact")),
-}
+}  # fmt: skip
 
 
 def names_in(words: str) -> list[str]:

@@ -65,23 +65,14 @@ CASES = {
     "llama-queries": ("llama", {"num_key_value_heads": 2}, QUERIES),
     "llama-queries-wide": ("llama", {"hidden_size": 128}, QUERIES),
     "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, QUERIES),
-    "llama-mha2mla": (
-        "llama",
-        {"equal_heads": True},
-        (*EVERY_PAIR, "mha2mla:high", "--latent-norm", "linear"),
-    ),
-    "llama-mha2mla-split": (
-        "llama",
-        {"equal_heads": True},
-        (*EVERY_PAIR, "mha2mla:low:split", "--latent-norm", "linear"),
-    ),
+    "llama-mha2mla": ("llama", {"equal_heads": True},
+                      (*EVERY_PAIR, "mha2mla:high", "--latent-norm", "linear")),
+    "llama-mha2mla-split": ("llama", {"equal_heads": True},
+                            (*EVERY_PAIR, "mha2mla:low:split", "--latent-norm", "linear")),
     "llama-same-heads": ("llama", {}, ("--to", "gqa", "--kv-heads", "8")),
-    "qwen2-same-heads": (
-        "qwen2",
-        {"num_key_value_heads": 4},
-        ("--to", "gqa", "--kv-heads", "4", "--method", "mean"),
-    ),
-}
+    "qwen2-same-heads": ("qwen2", {"num_key_value_heads": 4},
+                         ("--to", "gqa", "--kv-heads", "4", "--method", "mean")),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -49,16 +49,13 @@ def norms(directory: Path, ending: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("llama", ("--container", "stock")),
-        ("llama", ("--container", "stock", "--q-lora-rank", "full")),
-        ("llama", ("--container", "remote")),
-        ("llama", ("--container", "remote", "--q-lora-rank", "full")),
-        ("qwen2", ("--container", "remote", "--rope", "decoupled", "--q-lora-rank", "full")),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [
+    ("llama", ("--container", "stock")),
+    ("llama", ("--container", "stock", "--q-lora-rank", "full")),
+    ("llama", ("--container", "remote")),
+    ("llama", ("--container", "remote", "--q-lora-rank", "full")),
+    ("qwen2", ("--container", "remote", "--rope", "decoupled", "--q-lora-rank", "full")),
+])  # fmt: skip
 def test_a_norm_that_the_latent_suits_changes_nothing(
     tmp_path: Path, family: str, options: tuple[str, ...]
 ) -> None:
@@ -153,13 +150,10 @@ def test_float16_takes_a_fitted_norm(tmp_path: Path) -> None:
     assert {t.dtype for t in load_file(heads / "model.safetensors").values()} == {torch.float16}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--latent-norm", "linear", "--dtype", "float16"), "has a scale that --dtype float16 cannot hold"),
-        (("--rope", "intact", "--latent-norm", "fitted"), "applies only to latent attention with a norm"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    (("--latent-norm", "linear", "--dtype", "float16"), "has a scale that --dtype float16 cannot hold"),
+    (("--rope", "intact", "--latent-norm", "fitted"), "applies only to latent attention with a norm"),
+])  # fmt: skip
 def test_norms_that_cannot_be_had(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     source = make(tmp_path / "source")
     result = convert(source, "--to", "mla", "--kv-budget", "25%", *options)

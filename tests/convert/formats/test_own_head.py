@@ -29,13 +29,10 @@ FOLDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "decoupled": ("llama", {}, (*FULL, "--container", "remote")),
     "intact": ("llama", {}, (*FULL, "--rope", "intact")),
     "grouped": ("llama", {"num_key_value_heads": 4}, ("--to", "gqa", "--kv-heads", "4")),
-    "falcon for neox": (
-        "gpt_neox",
-        {"num_key_value_heads": 8, "hidden_size": 64},
-        ("--to", "gqa", "--kv-heads", "8"),
-    ),
+    "falcon for neox": ("gpt_neox", {"num_key_value_heads": 8, "hidden_size": 64},
+                        ("--to", "gqa", "--kv-heads", "8")),
     "bigcode for gpt2": ("gpt2", {"num_key_value_heads": 8}, ("--to", "gqa", "--kv-heads", "8")),
-}
+}  # fmt: skip
 
 
 def untied(directory: Path, family: str, *, head: str = "other", **settings: Any) -> Path:

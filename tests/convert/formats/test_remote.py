@@ -72,12 +72,8 @@ QUERIES = ("--q-lora-rank", "full")
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {
     "llama-mha": ("llama", {}, FULL, 256),
     "llama-gqa-llama3": ("llama", {"num_key_value_heads": 2, "rope": "llama3"}, FULL, 64),
-    "llama-yarn-biases": (
-        "llama",
-        {"rope": "yarn", "attention_bias": True, "num_key_value_heads": 2},
-        FULL,
-        64,
-    ),
+    "llama-yarn-biases": ("llama", {"rope": "yarn", "attention_bias": True, "num_key_value_heads": 2}, FULL,
+                          64),
     "mistral": ("mistral", {"num_key_value_heads": 4}, FULL, 128),
     "qwen2": ("qwen2", {"num_key_value_heads": 2}, FULL, 32),
     "llama-mha-intact": ("llama", {}, INTACT, 64 + 3),
@@ -87,22 +83,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {
     "olmo2": ("olmo2", {"num_key_value_heads": 2}, FULL, 32 + 3),
     # Its key norm spans all heads, and is as wide as a head.
     "olmo2-one-key-head": ("olmo2", {"num_key_value_heads": 1}, FULL, 16 + 3),
-    "olmo2-one-key-head-decoupled": (
-        "olmo2",
-        {"num_key_value_heads": 1},
-        (*FULL, "--rope", "decoupled"),
-        16,
-    ),
+    "olmo2-one-key-head-decoupled": ("olmo2", {"num_key_value_heads": 1}, (*FULL, "--rope", "decoupled"), 16),
     "gpt2": ("gpt2", {}, FULL, 64),
     "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, (*FULL, *QUERIES), 32),
     "qwen3-queries": ("qwen3", {"num_key_value_heads": 2}, (*FULL, *QUERIES), 64 + 3),
-    "llama-intact-queries": (
-        "llama",
-        {"num_key_value_heads": 2, "hidden_size": 128},
-        (*INTACT, *QUERIES),
-        64 + 3,
-    ),
-}
+    "llama-intact-queries": ("llama", {"num_key_value_heads": 2, "hidden_size": 128}, (*INTACT, *QUERIES),
+                             64 + 3),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -180,19 +180,16 @@ def test_code_that_is_not_ours_does_not_run(folded: Path) -> None:
     path.write_text(kept)
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "words"),
-    [
-        ("cohere2", ("--rope", "decoupled"), "unlike rotary embeddings"),
-        ("qwen3", ("--rope", "decoupled", "--method", "transmla"), "no place for the key norms"),
-        ("llama", ("--container", "stock", "--rope", "intact"), "--container remote"),
-        ("llama", ("--rope", "intact", "--rope-dim", "4"), "no rotary key"),
-        ("llama", ("--rope", "intact", "--rank", "33"), "1 to 32"),
-        ("gpt2", ("--rope", "intact"), "has none"),
-        ("llama", ("--to", "mqa", "--container", "remote"), "own class"),
-        ("llama", ("--to", "mqa", "--rope", "intact"), "--rope does not apply"),
-    ],
-)
+@pytest.mark.parametrize(("family", "options", "words"), [
+    ("cohere2", ("--rope", "decoupled"), "unlike rotary embeddings"),
+    ("qwen3", ("--rope", "decoupled", "--method", "transmla"), "no place for the key norms"),
+    ("llama", ("--container", "stock", "--rope", "intact"), "--container remote"),
+    ("llama", ("--rope", "intact", "--rope-dim", "4"), "no rotary key"),
+    ("llama", ("--rope", "intact", "--rank", "33"), "1 to 32"),
+    ("gpt2", ("--rope", "intact"), "has none"),
+    ("llama", ("--to", "mqa", "--container", "remote"), "own class"),
+    ("llama", ("--to", "mqa", "--rope", "intact"), "--rope does not apply"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(tmp_path: Path, family: str, options: tuple[str, ...], words: str) -> None:
     source = make(tmp_path / "source", family)
     rank = () if "--rank" in options or "mqa" in options else ("--rank", "8")

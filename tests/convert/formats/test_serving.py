@@ -75,12 +75,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
         assert code == 0, text
     cases = json.dumps([(name, str(root / f"{name}-source"), str(root / name)) for name in EXACT])
     done = subprocess.run(
-        [warm_python(), "-P", "-c", PROBE],
-        input=cases,
-        capture_output=True,
-        text=True,
-        cwd=root,
-        check=False,
+        [warm_python(), "-P", "-c", PROBE], input=cases, capture_output=True, text=True, cwd=root, check=False
     )
     assert done.returncode == 0, done.stderr
     return root, dict(json.loads(done.stdout))

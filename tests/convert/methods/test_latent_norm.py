@@ -328,14 +328,11 @@ def test_the_default_is_a_real_norm_and_a_linear_one_is_warned_of(tmp_path: Path
         assert all(bool((one == NORM_WEIGHT).all()) == is_linear for one in weights)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--to gqa --kv-heads 2 --latent-norm fitted", "applies only to latent attention"),
-        ("--to mla --kv-budget 25% --container remote --latent-norm linear", "applies only to latent"),
-        ("--to mla --rank full --dtype float16", "--rank full"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("--to gqa --kv-heads 2 --latent-norm fitted", "applies only to latent attention"),
+    ("--to mla --kv-budget 25% --container remote --latent-norm linear", "applies only to latent"),
+    ("--to mla --rank full --dtype float16", "--rank full"),
+])  # fmt: skip
 def test_a_norm_that_cannot_be_had(tmp_path: Path, arguments: str, words: str) -> None:
     result = run(make(tmp_path / "source"), *arguments.split())
     assert result.exit_code == 2

@@ -14,16 +14,7 @@ from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import heads_in, likest
 from kvfold.convert.methods.table import POOLS
 
-from ...support.layers import (
-    FREQUENCIES_F,
-    OWN,
-    D,
-    H,
-    latent_output,
-    layer,
-    output,
-    turned_copies,
-)
+from ...support.layers import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, turned_copies
 
 
 @pytest.fixture

@@ -120,13 +120,9 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
     assert division("mha2mla", kv_budget="5%") == (6, 6)
     for method, budget, options, sentence in (
         ("mha2mla:low", "5%", {}, "--rope-dim 6 does not give 8 key heads .* multiple of 16, at most 128"),
-        (
-            "mha2mla",
-            "75%",
-            {"rope_dim": 130},
-            "--rope-dim 130 does not fit; choose an even number from 2 to 128",
-        ),
-    ):
+        ("mha2mla", "75%", {"rope_dim": 130},
+         "--rope-dim 130 does not fit; choose an even number from 2 to 128"),
+    ):  # fmt: skip
         with pytest.raises(InvalidInput, match=sentence):
             division(method, kv_budget=budget, **options)
 

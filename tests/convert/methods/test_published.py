@@ -25,16 +25,7 @@ from kvfold.core.errors import InvalidInput
 
 from ...support import layers
 from ...support.layers import FREQUENCIES_F, D, H, attend, latent_output, layer, output, rotate, turned_copies
-from ...support.published_rules import (
-    DEMO,
-    PER_HEAD,
-    F,
-    bands_of,
-    folded_output,
-    rule,
-    statistics_of,
-    tokens,
-)
+from ...support.published_rules import DEMO, PER_HEAD, F, bands_of, folded_output, rule, statistics_of, tokens
 
 MERGED = ["svd", "transmla", "care", "no-sqrt-care", "transmla-care", *PER_HEAD]
 Trained = tuple[Tensor, list[Attention], list[LayerStatistics], list[Tensor]]
@@ -265,16 +256,13 @@ def test_settings_of_merged_heads(multiple: int, weight: float) -> None:
     assert (folded - usual).norm() > 0.01 * usual.norm()
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("transmla:fold3", "takes :foldN"),
-        ("care:balance0", "takes :foldN"),
-        ("transmla:fold2:fold4", "takes :foldN"),
-        ("mha2mla:fold2", "takes :high"),
-        ("xecomla:fold2", "it has none"),
-    ],
-)
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("transmla:fold3", "takes :foldN"),
+    ("care:balance0", "takes :foldN"),
+    ("transmla:fold2:fold4", "takes :foldN"),
+    ("mha2mla:fold2", "takes :high"),
+    ("xecomla:fold2", "it has none"),
+])  # fmt: skip
 def test_settings_that_a_rule_does_not_have(name: str, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         peer(name)

@@ -65,17 +65,13 @@ def test_only_a_clear_difference_is_told(
     assert "0.0963 instead of 0.2225 nats" in said
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"rope": "decoupled", "container": "remote"},
-        {"rope_dim": 8, "container": "remote"},
-        {"slots": "allocated", "container": "remote"},
-        {"container": "stock"},
-        {"engines": ("vllm",), "container": "remote"},
-    ],
-    ids=["form", "width", "slots", "stock class", "vLLM"],
-)
+@pytest.mark.parametrize("given", [
+    {"rope": "decoupled", "container": "remote"},
+    {"rope_dim": 8, "container": "remote"},
+    {"slots": "allocated", "container": "remote"},
+    {"container": "stock"},
+    {"engines": ("vllm",), "container": "remote"},
+], ids=["form", "width", "slots", "stock class", "vLLM"])  # fmt: skip
 def test_what_is_decided_is_not_measured(source: Path, statistics: Statistics, given: dict[str, Any]) -> None:
     if "engines" in given:
         source = make(source.parent / "wide", num_attention_heads=16, num_key_value_heads=16, head_dim=64)

@@ -182,14 +182,11 @@ def test_a_fold_records_its_format_and_is_made_again_to_the_same_bits(tmp_path: 
     assert "prepared for a cache in int4" in (tmp_path / "one" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--to", "gqa", "--kv-heads", "2", "--calibration", "none"),
-        ("--to", "mla", "--kv-budget", "50%", "--calibration", "none"),
-        ("--to", "mla", "--kv-budget", "50%", "--rope", "intact", "--refine", "0", "--sequences", "2"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    ("--to", "gqa", "--kv-heads", "2", "--calibration", "none"),
+    ("--to", "mla", "--kv-budget", "50%", "--calibration", "none"),
+    ("--to", "mla", "--kv-budget", "50%", "--rope", "intact", "--refine", "0", "--sequences", "2"),
+])  # fmt: skip
 def test_every_form_and_weights_alone_are_prepared(tmp_path: Path, options: tuple[str, ...]) -> None:
     source = make(tmp_path / "source", "llama")
     convert(source, tmp_path / "out", *options, "--cache-dtype", "nvfp4", "--verify", "lint")
@@ -208,17 +205,11 @@ def test_layers_that_cannot_be_prepared_are_named(tmp_path: Path, monkeypatch: p
     assert said not in convert(source, tmp_path / "linear", *FOLD, "--latent-norm", "linear", *options)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--to", "mla", "--rank", "full"), "does not apply where everything is kept"),
-        (("--to", "gqa", "--kv-heads", "2", "--method", "mean"), "does not apply to --method mean"),
-        (
-            ("--to", "gqa", "--kv-heads", "2", "--engine", "mlx"),
-            "does not suit --engine mlx: it does not store",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    (("--to", "mla", "--rank", "full"), "does not apply where everything is kept"),
+    (("--to", "gqa", "--kv-heads", "2", "--method", "mean"), "does not apply to --method mean"),
+    (("--to", "gqa", "--kv-heads", "2", "--engine", "mlx"), "does not suit --engine mlx: it does not store"),
+])  # fmt: skip
 def test_proofs_published_rules_and_engines_without_the_format_are_refused(
     tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:

@@ -49,16 +49,13 @@ def tower_groups(source: Path) -> Any:
     return tower.config["quantization_config"]["config_groups"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        r"re:^model\.language_model\.layers\..*_proj$",  # the class's names, where the files have others
-        r"re:(\w*\.?)*!",  # takes for ever on any name
-        "re:a{99999999999999999999}",
-        "re:" + "(" * 5000 + ")" * 5000,
-        7,
-    ],
-)
+@pytest.mark.parametrize("target", [
+    r"re:^model\.language_model\.layers\..*_proj$",  # the class's names, where the files have others
+    r"re:(\w*\.?)*!",  # takes for ever on any name
+    "re:a{99999999999999999999}",
+    "re:" + "(" * 5000 + ")" * 5000,
+    7,
+])  # fmt: skip
 def test_targets_that_name_modules_become_the_towers_quantised_modules(
     target: Any, make_source: Callable[..., Path]
 ) -> None:
@@ -80,10 +77,7 @@ def test_targets_that_are_classes_stay(make_source: Callable[..., Path]) -> None
 
 def test_each_module_goes_to_the_group_that_its_numbers_fit(make_source: Callable[..., Path]) -> None:
     eight, four = (make_source(name) for name in ("compressed int8", "compressed int4"))
-    both = {
-        "eight": groups_of(eight, "re:.*attn.*")[GROUP],
-        "four": groups_of(four, "re:.*mlp.*")[GROUP],
-    }
+    both = {"eight": groups_of(eight, "re:.*attn.*")[GROUP], "four": groups_of(four, "re:.*mlp.*")[GROUP]}
     found = tower_groups(make_source("compressed int4", config_groups=both))
     assert found.keys() == {"four"}
     assert "model.layers.1.mlp.up_proj" in found["four"]["targets"]

@@ -32,10 +32,7 @@ from ...support.tokenizers import save_tokenizer
 from ...support.towers import TOWERS, make_multimodal
 
 # The source's heads are equal, so that only a latent that is narrower than one head loses anything.
-SMALL = {
-    "gqa": ("--to", "gqa", "--kv-heads", "1"),
-    "mla": ("--to", "mla", "--rank", "4", "--rope-dim", "4"),
-}
+SMALL = {"gqa": ("--to", "gqa", "--kv-heads", "1"), "mla": ("--to", "mla", "--rank", "4", "--rope-dim", "4")}
 
 
 @pytest.fixture(scope="module", params=TOWERS)
@@ -246,30 +243,18 @@ def test_a_tower_that_stays_is_used_again(tmp_path: Path) -> None:
     assert (tmp_path / "llava-alone.tower" / "model.safetensors").stat() == weights
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "words"),
-    [
-        (
-            {},
-            ("--to", "mla", "--rank", "full", "--container", "remote"),
-            "takes no text model with code of its own",
-        ),
-        ({}, ("--to", "mqa", "--dtype", "bfloat16"), "keep their bytes"),
-        ({}, ("--to", "mla", "--engine", "vllm"), "--engine vllm: it is not known whether it runs latent"),
-        (
-            {"text_config": {"model_type": "mamba"}},
-            ("--to", "mqa"),
-            "model_type mamba, which kvfold cannot fold: it has no",
-        ),
-        (
-            {"text_config": {"model_type": "gemma3n_text"}},
-            ("--to", "gqa", "--kv-heads", "2"),
-            "its layers share keys and values, or differ in their widths",
-        ),
-        ({"is_encoder_decoder": True}, ("--to", "mqa"), "an encoder-decoder model"),
-        ({"model_type": "clip"}, ("--to", "mqa"), "has no text tower|cannot fold"),
-    ],
-)
+@pytest.mark.parametrize(("change", "options", "words"), [
+    ({}, ("--to", "mla", "--rank", "full", "--container", "remote"),
+     "takes no text model with code of its own"),
+    ({}, ("--to", "mqa", "--dtype", "bfloat16"), "keep their bytes"),
+    ({}, ("--to", "mla", "--engine", "vllm"), "--engine vllm: it is not known whether it runs latent"),
+    ({"text_config": {"model_type": "mamba"}}, ("--to", "mqa"),
+     "model_type mamba, which kvfold cannot fold: it has no"),
+    ({"text_config": {"model_type": "gemma3n_text"}}, ("--to", "gqa", "--kv-heads", "2"),
+     "its layers share keys and values, or differ in their widths"),
+    ({"is_encoder_decoder": True}, ("--to", "mqa"), "an encoder-decoder model"),
+    ({"model_type": "clip"}, ("--to", "mqa"), "has no text tower|cannot fold"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(
     tmp_path: Path, change: dict[str, Any], options: tuple[str, ...], words: str
 ) -> None:

@@ -190,14 +190,11 @@ def test_only_what_is_needed_of_a_half_written_output_is_kept(tmp_path: Path) ->
     assert not {"LICENSE.old", "other_kvfold.py"} & {path.name for path in (tmp_path / "out").iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("place", "told"),
-    [
-        ("kvfold.convert.calibration.study._collect", "1 of 1 batches were written before"),
-        ("kvfold.convert.settle.preparation.settle", "the statistics of the interrupted run are used"),
-        ("kvfold.convert.write.rewrite.fold", "the statistics of the interrupted run are used"),
-    ],
-)
+@pytest.mark.parametrize(("place", "told"), [
+    ("kvfold.convert.calibration.study._collect", "1 of 1 batches were written before"),
+    ("kvfold.convert.settle.preparation.settle", "the statistics of the interrupted run are used"),
+    ("kvfold.convert.write.rewrite.fold", "the statistics of the interrupted run are used"),
+])  # fmt: skip
 def test_text_and_statistics_survive_an_interruption(tmp_path: Path, place: str, told: str) -> None:
     """They can take longer than the fold. A rerun takes them up, and ends in the same bytes."""
     source, out, whole = make(tmp_path / "source"), tmp_path / "out", tmp_path / "whole"

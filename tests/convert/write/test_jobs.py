@@ -124,13 +124,10 @@ def test_a_gpu_decomposes_once_before_threads_do(monkeypatch: pytest.MonkeyPatch
         assert pool.submit(lambda: 7).result() == 7
 
 
-@pytest.mark.parametrize(
-    ("place", "remedy"),
-    [
-        ("kvfold.convert.calibration.study._collect", "one layer at a time with --layerwise"),
-        ("kvfold.convert.write.rewrite.fold", "fold fewer layers at once with --jobs 1"),
-    ],
-)
+@pytest.mark.parametrize(("place", "remedy"), [
+    ("kvfold.convert.calibration.study._collect", "one layer at a time with --layerwise"),
+    ("kvfold.convert.write.rewrite.fold", "fold fewer layers at once with --jobs 1"),
+])  # fmt: skip
 def test_a_full_gpu_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, remedy: str
 ) -> None:

@@ -229,13 +229,10 @@ def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> N
     assert "student: a-mla\ndata:\n  source:\n  - self\n  - t\n" in text
 
 
-@pytest.mark.parametrize(
-    ("student", "output", "names"),
-    [
-        ("/m/out.partial/folded/25%", "/m/out.partial/distilled/25%", ("25%", "25%-distilled")),
-        ("out/fold", "out/fold-distilled", ("out/fold", "out/fold-distilled")),
-    ],
-)
+@pytest.mark.parametrize(("student", "output", "names"), [
+    ("/m/out.partial/folded/25%", "/m/out.partial/distilled/25%", ("25%", "25%-distilled")),
+    ("out/fold", "out/fold-distilled", ("out/fold", "out/fold-distilled")),
+])  # fmt: skip
 def test_the_commands_of_a_card_read_what_the_ones_above_write(
     outputs: dict[str, Path], student: str, output: str, names: tuple[str, str]
 ) -> None:
@@ -317,15 +314,12 @@ def test_the_hub_id_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hub_id({"name": "tiny", "path": "/y/tiny", "revision": None}) is None
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "wanted"),
-    [
-        ("LICENSE", "  Apache License\n  Version 2.0, January 2004", {"license": "apache-2.0"}),
-        ("LICENSE.txt", "My own terms", {"license": "other", "license_link": "LICENSE.txt"}),
-        ("config.json", '{"license": "gemma"}', {"license": "gemma"}),
-        ("README.md", "---\nlicense: [\n---\n", {}),
-    ],
-)
+@pytest.mark.parametrize(("file", "text", "wanted"), [
+    ("LICENSE", "  Apache License\n  Version 2.0, January 2004", {"license": "apache-2.0"}),
+    ("LICENSE.txt", "My own terms", {"license": "other", "license_link": "LICENSE.txt"}),
+    ("config.json", '{"license": "gemma"}', {"license": "gemma"}),
+    ("README.md", "---\nlicense: [\n---\n", {}),
+])  # fmt: skip
 def test_licences(
     outputs: dict[str, Path], tmp_path: Path, file: str, text: str, wanted: dict[str, str]
 ) -> None:

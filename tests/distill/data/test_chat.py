@@ -94,16 +94,13 @@ def test_conversations_that_a_template_refuses_are_left_out(
     assert len(seen) < 100
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "text",
-        [{"from": "human", "value": "q"}],
-        [{"role": None, "content": "q"}],
-        {"role": ["user"], "content": ["a", "b"]},
-        say("q", "a", "q", "a"),  # rendered differently once others follow
-    ],
-)
+@pytest.mark.parametrize("row", [
+    "text",
+    [{"from": "human", "value": "q"}],
+    [{"role": None, "content": "q"}],
+    {"role": ["user"], "content": ["a", "b"]},
+    say("q", "a", "q", "a"),  # rendered differently once others follow
+])  # fmt: skip
 def test_one_unusable_row_does_not_end_a_run(
     row: Any, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,27 +219,18 @@ def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
     talks = [say("q", "a", "q", "a")]
     for template, rows, message in (
         (None, talks, "has no chat template, which defines how a conversation is written"),
-        (
-            FORGETFUL,
-            talks,
-            r"renders message 2 of the conversation .* differently .* marks them with \{% generation %\}",
-        ),
-        (
-            STRICT,
-            [say("q", "a")[::-1]],
-            r"cannot render the conversation .* begins with \{.*\"a\"\}: the user speaks",
-        ),
+        (FORGETFUL, talks,
+         r"renders message 2 of the conversation .* differently .* marks them with \{% generation %\}"),
+        (STRICT, [say("q", "a")[::-1]],
+         r"cannot render the conversation .* begins with \{.*\"a\"\}: the user speaks"),
         ("{{ 1 / 0 }}", talks, "cannot render the conversation .*: division by zero"),
-        (
-            "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
-            talks,
-            "cannot render the conversation .*recursion",
-        ),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", talks,
+         "cannot render the conversation .*recursion"),
         (PLAIN, [{"role": ["user"], "content": ["a", "b"]}], "it should be a list of {role, content}"),
         (PLAIN, ["text"], "a row's 'talk' is 'text'; it should be a list of {role, content}"),
         (PLAIN, [[{"from": "human", "value": "q"}]], "it should be a list of {role, content}"),
         (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of the assistant's"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
         tokenizer.chat_template = template
         data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)

@@ -320,17 +320,14 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
     rows: list[tuple[str, dict[str, str], str]] = [
         ("a.jsonl", {}, "has no field 'text'; data.text_field can be body, n"),
         ("a.jsonl", {"text_field": "n"}, "holds no text"),
-        (
-            "a.jsonl",
-            {"text_field": "body"},
-            "holds 5 tokens in 1 document, but one window of data.seq_len 16 takes 17",
-        ),
+        ("a.jsonl", {"text_field": "body"},
+         "holds 5 tokens in 1 document, but one window of data.seq_len 16 takes 17"),
         ("bad.jsonl", {}, "cannot be read: line 1 is not JSON"),
         ("none.jsonl", {}, "is neither a file of .*.jsonl.* here nor an org/name on the Hub"),
         ("a.pdf", {}, "is of no known kind"),
         ("empty.jsonl", {}, "holds (no documents|0 tokens)"),
         ("self", {}, "data.source self is text that the teacher writes, but this run has no teacher"),
-    ]
+    ]  # fmt: skip
     compressed = [f"{kind}.jsonl.{name}" for kind in ("cut", "damaged") for name in ("xz", "gz", "bz2")]
     for name, keys, message in [*rows, *((file, {}, "cannot be read: ") for file in compressed)]:
         here = {"source": name if name == "self" else str(tmp_path / name), **keys}

@@ -33,25 +33,19 @@ def lines(count: int, field: str = "text") -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", "", "a.jsonl holds no documents"),
-        ("a.jsonl", '{"text": ""}\n' * 3, "a.jsonl holds no documents"),
-        ("a.jsonl", lines(9, "body"), "has no field 'text'; data.text_field can be body"),
-        ("a.jsonl", '{"text": 7}\n' * 9, "the field 'text' holds no text"),
-        ("a.jsonl", '{"text": "a', "a.jsonl cannot be read: "),
-        (
-            "a.jsonl",
-            '{"text": "short"}\n',
-            "holds 6 tokens in 1 document, but one window of data.seq_len 32 takes 33",
-        ),
-        ("a.txt", "", "a.txt holds no documents"),
-        ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: it is not UTF-8 text (byte 3); save it as UTF-8"),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read: "),
-        ("a.parquet", "no parquet", "a.parquet cannot be read: "),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.jsonl", "", "a.jsonl holds no documents"),
+    ("a.jsonl", '{"text": ""}\n' * 3, "a.jsonl holds no documents"),
+    ("a.jsonl", lines(9, "body"), "has no field 'text'; data.text_field can be body"),
+    ("a.jsonl", '{"text": 7}\n' * 9, "the field 'text' holds no text"),
+    ("a.jsonl", '{"text": "a', "a.jsonl cannot be read: "),
+    ("a.jsonl", '{"text": "short"}\n',
+     "holds 6 tokens in 1 document, but one window of data.seq_len 32 takes 33"),
+    ("a.txt", "", "a.txt holds no documents"),
+    ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: it is not UTF-8 text (byte 3); save it as UTF-8"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read: "),
+    ("a.parquet", "no parquet", "a.parquet cannot be read: "),
+])  # fmt: skip
 def test_what_cannot_be_trained_on_is_told(
     make_recipe: MakeRecipe, tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
@@ -193,20 +187,14 @@ def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
     assert (len(sample.values), sample.share) == (64, 0.25)
 
 
-@pytest.mark.parametrize(
-    ("source", "content", "message"),
-    [
-        ("held.txt", "", "held.txt holds no text; an evaluation needs"),
-        (
-            "held.txt",
-            "a few words",
-            "held.txt has 11 tokens, but a window of 32 takes 31 of them; evaluate.seq_len 12 would fit",
-        ),
-        ("held.jsonl", lines(3, "body"), "has no field 'text'; evaluate.text_field can be body"),
-        ("nowhere", None, "evaluate.source nowhere is not a file; name a text, or stdlib"),
-        ("held.txt", "TRAIN", "is trained on: "),
-    ],
-)
+@pytest.mark.parametrize(("source", "content", "message"), [
+    ("held.txt", "", "held.txt holds no text; an evaluation needs"),
+    ("held.txt", "a few words",
+     "held.txt has 11 tokens, but a window of 32 takes 31 of them; evaluate.seq_len 12 would fit"),
+    ("held.jsonl", lines(3, "body"), "has no field 'text'; evaluate.text_field can be body"),
+    ("nowhere", None, "evaluate.source nowhere is not a file; name a text, or stdlib"),
+    ("held.txt", "TRAIN", "is trained on: "),
+])  # fmt: skip
 def test_held_out_text_is_looked_at(
     make_recipe: MakeRecipe, text: Path, tmp_path: Path, source: str, content: str | None, message: str
 ) -> None:

@@ -91,30 +91,21 @@ def test_one_process_needs_no_launcher(file: Path, executed: list[Any], profile:
     assert executed == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--profile", "single", "--", "--debug"], "single starts no launcher, so --debug has no effect"),
-        (
-            ["--profile", "ddp"],
-            "ddp does not define the number of processes without a GPU; add -- --num_processes N",
-        ),
-        (["--profile", "multinode"], "multinode needs --machine_rank and --main_process_ip on each machine"),
-        (
-            ["--profile", "multinode", "--", "--machine_rank=0", "--main_process_ip=a"],
-            "the number of processes on all machines",
-        ),
-        (
-            ["--profile", "ddp", "--", "--num-processes=two"],
-            "--num_processes is 'two'; it should be a number of at least 1",
-        ),
-        (["--profile", "ddp", "--", "--num_processes"], "--num_processes is ''; it should"),
-        (["--profile", "ddp", "other.yaml"], "unexpected argument other.yaml"),
-        (["--", "--debug"], "unexpected argument --debug; put accelerate arguments after `--`"),
-        (["--profile", "dpp"], "'dpp' is not one of 'cpu', 'single', 'ddp'"),
-        (["--set", "profile=dpp"], "profile is 'dpp'; it should be 'cpu', 'single', 'ddp'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--profile", "single", "--", "--debug"], "single starts no launcher, so --debug has no effect"),
+    (["--profile", "ddp"],
+     "ddp does not define the number of processes without a GPU; add -- --num_processes N"),
+    (["--profile", "multinode"], "multinode needs --machine_rank and --main_process_ip on each machine"),
+    (["--profile", "multinode", "--", "--machine_rank=0", "--main_process_ip=a"],
+     "the number of processes on all machines"),
+    (["--profile", "ddp", "--", "--num-processes=two"],
+     "--num_processes is 'two'; it should be a number of at least 1"),
+    (["--profile", "ddp", "--", "--num_processes"], "--num_processes is ''; it should"),
+    (["--profile", "ddp", "other.yaml"], "unexpected argument other.yaml"),
+    (["--", "--debug"], "unexpected argument --debug; put accelerate arguments after `--`"),
+    (["--profile", "dpp"], "'dpp' is not one of 'cpu', 'single', 'ddp'"),
+    (["--set", "profile=dpp"], "profile is 'dpp'; it should be 'cpu', 'single', 'ddp'"),
+])  # fmt: skip
 def test_mistakes_are_told_before_anything_starts(
     file: Path, executed: list[Any], arguments: list[str], message: str
 ) -> None:
@@ -168,18 +159,15 @@ def test_several_gpus_are_new(file: Path, executed: list[Any], monkeypatch: pyte
     assert len(executed) == 2
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"ACCELERATE_USE_FSDP": "true"}, "the launcher asks for FSDP 1"),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true"},
-            "the launcher asks for DeepSpeed, which kvfold does not use; run kvfold distill RECIPE "
-            "with --profile zero2",
-        ),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "the launcher asks for Megatron-LM"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"ACCELERATE_USE_FSDP": "true"}, "the launcher asks for FSDP 1"),
+    (
+        {"ACCELERATE_USE_DEEPSPEED": "true"},
+        "the launcher asks for DeepSpeed, which kvfold does not use; run kvfold distill RECIPE "
+        "with --profile zero2",
+    ),
+    ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "the launcher asks for Megatron-LM"),
+])  # fmt: skip
 def test_launchers_that_ask_for_something_else_are_refused(
     variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

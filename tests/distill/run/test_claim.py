@@ -58,11 +58,9 @@ def test_a_refused_recipe_leaves_nothing(
         ({"teacher": str(other)}, "different tokenizers"),
         # Each step multiplies weights by about -10,000; which of the ten overflows first depends on the
         # processor.
-        (
-            {"lr": 100, "weight_decay": 100, "grad_clip": None, "warmup": 0},
-            r"stage kl diverged: the gradient of step \d+ is (nan|inf); use",
-        ),
-    ):
+        ({"lr": 100, "weight_decay": 100, "grad_clip": None, "warmup": 0},
+         r"stage kl diverged: the gradient of step \d+ is (nan|inf); use"),
+    ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
             distill(make_recipe(output=str(tmp_path / "new" / "deep" / "out"), **changes))
         assert content(tmp_path) == before

@@ -45,26 +45,23 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     assert command("validate").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory, and not a Hub id"),
-        ("teacher=/nowhere", "teacher /nowhere is not a directory, and not a Hub id of the form"),
-        ("student=TORN", "is truncated, damaged or no safetensors file"),
-        ("output=", "output is None"),
-        ("output=''", "output is ''; it should name a directory that does not exist yet"),
-        ("student=TMP", "has no config.json; name the directory that holds the model"),
-        ("student=TEACHER", "has no kvfold.json that names its source; name the teacher"),
-        ("output=TMP", "exists and nothing is overwritten; name another with output"),
-        ("data.source=./none.jsonl", "data.source ./none.jsonl is neither a file of .txt, .jsonl, .json or"),
-        ("evaluate={source: none.txt}", "evaluate.source none.txt is not a file; name a text, or stdlib"),
-        ("evaluate={source: TEXT}", "is trained on: it is"),
-        ("evaluate={source: stdlib, evry: 3}", "unknown key 'evry' in evaluate; did you mean 'every'?"),
-        ("data.seq_len=65", "data.seq_len 65 exceeds the 64 positions of the student"),
-        ("trackers=[aim]", "trackers is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
-        ("eval.every=3", "unknown key 'eval'; did you mean 'evaluate'?"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), [
+    ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory, and not a Hub id"),
+    ("teacher=/nowhere", "teacher /nowhere is not a directory, and not a Hub id of the form"),
+    ("student=TORN", "is truncated, damaged or no safetensors file"),
+    ("output=", "output is None"),
+    ("output=''", "output is ''; it should name a directory that does not exist yet"),
+    ("student=TMP", "has no config.json; name the directory that holds the model"),
+    ("student=TEACHER", "has no kvfold.json that names its source; name the teacher"),
+    ("output=TMP", "exists and nothing is overwritten; name another with output"),
+    ("data.source=./none.jsonl", "data.source ./none.jsonl is neither a file of .txt, .jsonl, .json or"),
+    ("evaluate={source: none.txt}", "evaluate.source none.txt is not a file; name a text, or stdlib"),
+    ("evaluate={source: TEXT}", "is trained on: it is"),
+    ("evaluate={source: stdlib, evry: 3}", "unknown key 'evry' in evaluate; did you mean 'every'?"),
+    ("data.seq_len=65", "data.seq_len 65 exceeds the 64 positions of the student"),
+    ("trackers=[aim]", "trackers is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
+    ("eval.every=3", "unknown key 'eval'; did you mean 'evaluate'?"),
+])  # fmt: skip
 def test_validate_finds(
     file: Path, teacher: Path, text: Path, tmp_path: Path, setting: str, message: str
 ) -> None:

@@ -206,21 +206,18 @@ STREAM = {"mode": "stream", "losses": {"attention_output": 1.0}, "train": "atten
 LAYERWISE = {**STREAM, "mode": "layerwise"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_sharded", "is_shared"),
-    [
-        ({"train": "all"}, False, False),
-        ({"train": "attention"}, False, True),
-        ({"train": "attention+norms"}, False, True),
-        ({"train": "lora"}, False, True),
-        ({"train": "attention", "teacher": "shared"}, False, False),
-        ({"train": "attention", "teacher": "another"}, False, False),
-        ({"train": "attention"}, True, False),
-        (STREAM, False, False),
-        (LAYERWISE, False, True),
-        (LAYERWISE, True, True),
-    ],
-)
+@pytest.mark.parametrize(("changes", "is_sharded", "is_shared"), [
+    ({"train": "all"}, False, False),
+    ({"train": "attention"}, False, True),
+    ({"train": "attention+norms"}, False, True),
+    ({"train": "lora"}, False, True),
+    ({"train": "attention", "teacher": "shared"}, False, False),
+    ({"train": "attention", "teacher": "another"}, False, False),
+    ({"train": "attention"}, True, False),
+    (STREAM, False, False),
+    (LAYERWISE, False, True),
+    (LAYERWISE, True, True),
+])  # fmt: skip
 def test_a_shared_teacher_is_named_where_it_is_allowed(
     changes: dict[str, Any],
     is_sharded: bool,
@@ -238,13 +235,10 @@ def test_a_shared_teacher_is_named_where_it_is_allowed(
     assert ("teacher: shared" in str(mistake.value)) == is_shared
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "told"),
-    [
-        ("fp32", "bf16", "precision fp32 on cpu, and this run takes precision bf16 on cpu"),
-        ("bf16", "auto", "precision bf16 on cpu, and this run takes precision fp32 on cpu"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "told"), [
+    ("fp32", "bf16", "precision fp32 on cpu, and this run takes precision bf16 on cpu"),
+    ("bf16", "auto", "precision bf16 on cpu, and this run takes precision fp32 on cpu"),
+])  # fmt: skip
 def test_another_precision_in_the_same_process_is_refused(
     first: str, second: str, told: str, make_recipe: MakeRecipe, fresh_state: None, tmp_path: Path
 ) -> None:

@@ -27,42 +27,21 @@ FIRST = {"name": "first", "tokens": 192, "lr": 1e-3, "batch_tokens": 192, "train
 DEEPER = "the student has 2 layers and the teacher 3"
 # The second stage, keys of the recipe, what is told.
 MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"losses": {"hidden_mse": 1}},
-        {"teacher": "deeper"},
-        f"stage second: {DEEPER}; losses that compare layers need the same number",
-    ),
-    (
-        {"losses": {"attention_output": 1}},
-        {"teacher": "deeper"},
-        f"stage second: {DEEPER}, so layers cannot be aligned",
-    ),
-    (
-        {"losses": {"attention_output": 1}},
-        {"teacher": "wider"},
-        "32 numbers in a hidden state and the teacher 64, so layers cannot be aligned; use the source that",
-    ),
-    (
-        {"losses": {"hidden_cosine": 1}},
-        {"teacher": "wider"},
-        "stage second: hidden_cosine compares vectors of one size",
-    ),
-    (
-        {"train": "lora", "lora": {"targets": ["nope"]}},
-        {},
-        "stage second: lora.targets names nope, which is not a linear layer of the student; known: down_proj",
-    ),
-    (
-        {"train": "lora", "lora": {"targets": ["lm_head", "q_proj"]}},
-        {},
-        "names lm_head, the output embedding, which cannot have an adapter",
-    ),
-    (
-        {"losses": {"attention_output": 1}, "train": "lora", "lora": {"targets": ["up_proj"]}},
-        {},
-        "stage second: mode: layerwise trains only attention, but lora.targets names other layers",
-    ),
-]
+    ({"losses": {"hidden_mse": 1}}, {"teacher": "deeper"},
+     f"stage second: {DEEPER}; losses that compare layers need the same number"),
+    ({"losses": {"attention_output": 1}}, {"teacher": "deeper"},
+     f"stage second: {DEEPER}, so layers cannot be aligned"),
+    ({"losses": {"attention_output": 1}}, {"teacher": "wider"},
+     "32 numbers in a hidden state and the teacher 64, so layers cannot be aligned; use the source that"),
+    ({"losses": {"hidden_cosine": 1}}, {"teacher": "wider"},
+     "stage second: hidden_cosine compares vectors of one size"),
+    ({"train": "lora", "lora": {"targets": ["nope"]}}, {},
+     "stage second: lora.targets names nope, which is not a linear layer of the student; known: down_proj"),
+    ({"train": "lora", "lora": {"targets": ["lm_head", "q_proj"]}}, {},
+     "names lm_head, the output embedding, which cannot have an adapter"),
+    ({"losses": {"attention_output": 1}, "train": "lora", "lora": {"targets": ["up_proj"]}}, {},
+     "stage second: mode: layerwise trains only attention, but lora.targets names other layers"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

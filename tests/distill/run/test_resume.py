@@ -61,16 +61,13 @@ def test_killed_and_resumed_gives_the_same_bits(
     assert mine == theirs
 
 
-@pytest.mark.parametrize(
-    ("step", "signum", "stopped"),
-    [
-        (3, signal.SIGTERM, "step 4 of 5 of stage first"),
-        (3, signal.SIGINT, "step 4 of 5 of stage first"),
-        # In the last step of a stage its sums are formed already.
-        (5, signal.SIGTERM, "step 5 of 5 of stage first"),
-        (10, signal.SIGTERM, "step 5 of 5 of stage second"),
-    ],
-)
+@pytest.mark.parametrize(("step", "signum", "stopped"), [
+    (3, signal.SIGTERM, "step 4 of 5 of stage first"),
+    (3, signal.SIGINT, "step 4 of 5 of stage first"),
+    # In the last step of a stage its sums are formed already.
+    (5, signal.SIGTERM, "step 5 of 5 of stage first"),
+    (10, signal.SIGTERM, "step 5 of 5 of stage second"),
+])  # fmt: skip
 def test_a_signal_saves_at_the_next_step(
     make_recipe: MakeRecipe,
     tmp_path: Path,

@@ -108,10 +108,7 @@ def test_what_a_layer_learns_from_is_what_the_teacher_computes(tmp_path: Path) -
     teacher's own.
     """
     source = make(tmp_path / "source")
-    student, teacher = (
-        opened(folded(source, "--to", "gqa", "--kv-heads", "2")),
-        opened(source),
-    )
+    student, teacher = (opened(folded(source, "--to", "gqa", "--kv-heads", "2")), opened(source))
     given, parent = batch(documents=(10, 14)), teacher.layer(1)
     own, found = parent.self_attn, shares(student, teacher, given)
     hybrid: list[Tensor] = []

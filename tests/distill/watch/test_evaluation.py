@@ -83,16 +83,10 @@ def test_a_student_that_diverged_is_named_whatever_shows_it(
 def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     stages = [
-        {
-            "name": "align",
-            "tokens": 384,
-            "lr": 1e-3,
-            "batch_tokens": 192,
-            "train": "attention",
-            "losses": {"attention_output": 1},
-        },
+        {"name": "align", "tokens": 384, "lr": 1e-3, "batch_tokens": 192, "train": "attention",
+         "losses": {"attention_output": 1}},
         {"name": "kl", "tokens": 384, "lr": 1e-2, "batch_tokens": 192},
-    ]
+    ]  # fmt: skip
     out = distill(make_recipe(stages=stages, evaluate={"source": str(held), "windows": 4})).output
     assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG"
     points = curve(out)["points"]

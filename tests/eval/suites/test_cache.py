@@ -31,16 +31,12 @@ def caches(
     ).cache
 
 
-@pytest.mark.parametrize(
-    ("changes", "elements"),
-    [
-        ({}, 2 * 4 * 8),
-        ({"num_key_value_heads": 2}, 2 * 2 * 8),
-        ({"num_key_value_heads": 1}, 2 * 8),
-        ({"latent": True}, 12 + 4),  # kv_lora_rank + qk_rope_head_dim
-    ],
-    ids=["mha", "gqa", "mqa", "mla"],
-)
+@pytest.mark.parametrize(("changes", "elements"), [
+    ({}, 2 * 4 * 8),
+    ({"num_key_value_heads": 2}, 2 * 2 * 8),
+    ({"num_key_value_heads": 1}, 2 * 8),
+    ({"latent": True}, 12 + 4),  # kv_lora_rank + qk_rope_head_dim
+], ids=["mha", "gqa", "mqa", "mla"])  # fmt: skip
 def test_elements_are_as_promised_and_as_counted(
     make: Callable[..., Path], changes: dict[str, Any], elements: int
 ) -> None:

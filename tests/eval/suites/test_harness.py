@@ -118,19 +118,13 @@ def test_logits_that_are_not_numbers_are_refused(make: Make, own_tasks: Path) ->
         run_tasks(broken, None, own_tasks, "kv_one")
 
 
-@pytest.mark.parametrize(
-    ("names", "sentence"),
-    [
-        ("kv_on", "--tasks kv_on: lm-evaluation-harness has no such task; did you mean kv_one"),
-        (
-            "qqqqqqq",
-            "--tasks qqqqqqq: .* no such task; --task-path .*own has absent, broken, kv_both, kv_one, ",
-        ),
-        (" , ", "it names no task; write for example mla-core"),
-        ("broken", r"--tasks broken: it cannot be loaded \("),
-        ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
-    ],
-)
+@pytest.mark.parametrize(("names", "sentence"), [
+    ("kv_on", "--tasks kv_on: lm-evaluation-harness has no such task; did you mean kv_one"),
+    ("qqqqqqq", "--tasks qqqqqqq: .* no such task; --task-path .*own has absent, broken, kv_both, kv_one, "),
+    (" , ", "it names no task; write for example mla-core"),
+    ("broken", r"--tasks broken: it cannot be loaded \("),
+    ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(mha: Path, own_tasks: Path, names: str, sentence: str) -> None:
     one = (own_tasks / "kv_one.yaml").read_text()
     (own_tasks / "broken.yaml").write_text(

@@ -88,16 +88,13 @@ def test_recovered_share_is_the_part_of_the_lost_nats_won_back(student: float, s
     assert found.reason is None
 
 
-@pytest.mark.parametrize(
-    ("teacher", "parent", "reason"),
-    [
-        (None, [1.0, 2.0], "no teacher"),
-        ([1.0, 2.0], None, "no folded parent"),
-        ([1.0], [2.0], "a single window has no standard error"),
-        ([1.0, 1.0, 1.0], [1.0, 1.1, 1.2], "the fold lost 0.1 nats, within noise (2 SE = 0.12)"),
-        ([2.0, 2.0], [1.0, 1.0], "the fold lost -1 nats, within noise (2 SE = 0)"),
-    ],
-)
+@pytest.mark.parametrize(("teacher", "parent", "reason"), [
+    (None, [1.0, 2.0], "no teacher"),
+    ([1.0, 2.0], None, "no folded parent"),
+    ([1.0], [2.0], "a single window has no standard error"),
+    ([1.0, 1.0, 1.0], [1.0, 1.1, 1.2], "the fold lost 0.1 nats, within noise (2 SE = 0.12)"),
+    ([2.0, 2.0], [1.0, 1.0], "the fold lost -1 nats, within noise (2 SE = 0)"),
+])  # fmt: skip
 def test_recovered_share_is_undefined_for_a_reason(
     teacher: list[float] | None, parent: list[float] | None, reason: str
 ) -> None:

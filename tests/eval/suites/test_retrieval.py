@@ -255,20 +255,13 @@ def test_lengths_fit_the_models_when_none_are_asked_for(roomy: Path, haystack: H
     haystack.sample("multikey", least, 0.5, "0/0")
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"retrieval_lengths": "401"},
-            "--retrieval-lengths 401 exceeds the 400 positions of .*; use 400 or fewer",
-        ),
-        (
-            {"retrieval_lengths": "30"},
-            r"--retrieval-lengths 30 leaves no room for the keys of passkey .*; use \d+ or more",
-        ),
-        ({"retrieval_lengths": "many"}, "retrieval_lengths is 'many'; it should be whole numbers"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"retrieval_lengths": "401"},
+     "--retrieval-lengths 401 exceeds the 400 positions of .*; use 400 or fewer"),
+    ({"retrieval_lengths": "30"},
+     r"--retrieval-lengths 30 leaves no room for the keys of passkey .*; use \d+ or more"),
+    ({"retrieval_lengths": "many"}, "retrieval_lengths is 'many'; it should be whole numbers"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(roomy: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(roomy, **settings)

@@ -195,26 +195,18 @@ def test_prompts_without_room_are_refused_before_another_suite_measures(
         evaluate(wide, None, None, CPU, suites=("speed", "ruler"), settings=SuiteSettings.read(settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"ruler_lengths": "1500"},
-            f"--ruler-lengths 1500 exceeds the {LENGTH} positions of .*; use {LENGTH}",
-        ),
-        (
-            {"ruler_lengths": "60"},
-            "--ruler-lengths 60 leaves no room for the tasks niah_single, .*, fwe in the tokens of .*; use "
-            "longer prompts$",
-        ),
-        (
-            {"ruler_lengths": "60,450", "ruler_tasks": "vt,niah_single,cwe"},
-            "--ruler-lengths 60 leaves no room for the tasks niah_single, vt, and 450 for cwe in the .*",
-        ),
-        ({"ruler_lengths": "long"}, "ruler_lengths is 'long'; it should be whole numbers"),
-        ({"ruler_tasks": "vt,qa_1"}, "ruler_tasks is 'qa_1'; it should be 'niah_single', .*"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"ruler_lengths": "1500"}, f"--ruler-lengths 1500 exceeds the {LENGTH} positions of .*; use {LENGTH}"),
+    (
+        {"ruler_lengths": "60"},
+        "--ruler-lengths 60 leaves no room for the tasks niah_single, .*, fwe in the tokens of .*; use "
+        "longer prompts$",
+    ),
+    ({"ruler_lengths": "60,450", "ruler_tasks": "vt,niah_single,cwe"},
+     "--ruler-lengths 60 leaves no room for the tasks niah_single, vt, and 450 for cwe in the .*"),
+    ({"ruler_lengths": "long"}, "ruler_lengths is 'long'; it should be whole numbers"),
+    ({"ruler_tasks": "vt,qa_1"}, "ruler_tasks is 'qa_1'; it should be 'niah_single', .*"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(wide: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(wide, ruler_samples=1, **settings)

@@ -158,13 +158,10 @@ def test_a_cell_that_does_not_fit_in_memory_is_skipped(mha: Path, monkeypatch: p
     assert (fits.skipped, large.skipped) == (None, "out of memory")
 
 
-@pytest.mark.parametrize(
-    ("batch", "remedy"),
-    [
-        ("2", "use a smaller --speed-batch or a smaller --speed-context"),
-        ("1", "use a smaller --speed-context"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "remedy"), [
+    ("2", "use a smaller --speed-batch or a smaller --speed-context"),
+    ("1", "use a smaller --speed-context"),
+])  # fmt: skip
 def test_a_full_memory_of_the_system_names_the_options_of_this_suite(
     mha: Path, monkeypatch: pytest.MonkeyPatch, batch: str, remedy: str
 ) -> None:
@@ -217,28 +214,19 @@ def test_on_cuda_events_on_the_device_are_read(monkeypatch: pytest.MonkeyPatch) 
     assert told == ["synchronize", "record", "work", "record", "wait"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"speed_context": "60"},
-            "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48",
-        ),
-        (
-            {"speed_context": "4,x"},
-            "speed_context is '4,x'; it should be whole numbers from 1, separated by commas",
-        ),
-        (
-            {"speed_batch": f"1,{10**30}"},
-            "speed_batch is '1,10+'; it should be whole numbers of at most 1,000,000,000",
-        ),
-        ({"speed_batch": "9" * 5000}, "it should be whole numbers of at most 1,000,000,000"),
-        ({"speed_seconds": float("nan")}, "speed_seconds is nan; it should be"),
-        ({"speed_batch": "0"}, "speed_batch is '0'; it should be whole numbers"),
-        ({"speed_batch": ""}, "speed_batch is ''; it should be whole numbers"),
-        ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"speed_context": "60"},
+     "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48"),
+    ({"speed_context": "4,x"},
+     "speed_context is '4,x'; it should be whole numbers from 1, separated by commas"),
+    ({"speed_batch": f"1,{10**30}"},
+     "speed_batch is '1,10+'; it should be whole numbers of at most 1,000,000,000"),
+    ({"speed_batch": "9" * 5000}, "it should be whole numbers of at most 1,000,000,000"),
+    ({"speed_seconds": float("nan")}, "speed_seconds is nan; it should be"),
+    ({"speed_batch": "0"}, "speed_batch is '0'; it should be whole numbers"),
+    ({"speed_batch": ""}, "speed_batch is ''; it should be whole numbers"),
+    ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(mha: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(mha, **settings)

@@ -118,13 +118,10 @@ def test_the_command(mha: Path, tmp_path: Path) -> None:
     assert '"cache_dtype": "nvfp4"' in out.read_text()
 
 
-@pytest.mark.parametrize(
-    ("options", "suites", "message"),
-    [
-        ({}, ("storage",), "add --cache-dtype NAME"),
-        ({"cache_dtype": "int4"}, ("ppl", "speed"), "--suite speed times the cache"),
-    ],
-)
+@pytest.mark.parametrize(("options", "suites", "message"), [
+    ({}, ("storage",), "add --cache-dtype NAME"),
+    ({"cache_dtype": "int4"}, ("ppl", "speed"), "--suite speed times the cache"),
+])  # fmt: skip
 def test_suites_without_a_meaning_are_refused(
     mha: Path, text: Text, options: dict[str, Any], suites: tuple[str, ...], message: str
 ) -> None:
