@@ -42,10 +42,7 @@ def folded(work: Path) -> Folded:
 
 
 def test_examples_run(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every docstring's example, one after the other, since later ones read what earlier ones wrote.
-
-    Nothing but the examples' own output is printed.
-    """
+    """Every docstring's example, in order, since later ones read what earlier ones wrote."""
     for name in FUNCTIONS:
         found = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs={})
         assert sum(len(test.examples) for test in found) >= 2, name
@@ -125,7 +122,6 @@ def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
     assert 0 < folded.predicted_loss < 1
     assert folded.request.calibration == "self"
     assert any("load the output in transformers" in text for text in folded.notices)
-    assert folded.verification is not None
     assert folded.verification.failures == []
     for shown in (str(folded), repr(folded), folded._repr_html_()):
         assert "25.0%" in shown
@@ -145,7 +141,6 @@ def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
 
 def test_the_table_of_a_plan() -> None:
     table = kvfold.plan(DEMO, context="1k", batch=2, memory="1GB", budgets=("50%",))
-    assert table.chosen is not None
     assert table.chosen["command"].startswith("kvfold convert ")
     assert len(table) == len(list(table)) == len(table.rows)
     assert all(row["label"] in table._repr_html_() for row in table)

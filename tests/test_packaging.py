@@ -1,7 +1,4 @@
-"""The installed files are those of the repository.
-
-A wheel holds every module, the demo checkpoint and the three commands.
-"""
+"""The installed files are the repository's: every module, the demo checkpoint and the three commands."""
 
 import subprocess
 import sys

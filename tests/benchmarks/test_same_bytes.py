@@ -1,6 +1,4 @@
-"""The benchmark that two revisions fold alike finds every kind of difference, and takes each revision's own
-code.
-"""
+"""The benchmark that two revisions fold alike finds every difference, and runs each revision's own code."""
 
 import json
 import subprocess
@@ -146,10 +144,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_each_revision_runs_its_own_code(repository: Path, tmp_path: Path) -> None:
-    """The second revision lacks the first one's module, and the other way round.
-
-    Kvfold is installed here all the while.
-    """
+    """Each revision lacks the other one's module, while kvfold is installed here."""
     report = tmp_path / "report.json"
     result = run("--before", "HEAD~1", "--after", "HEAD", "--json", str(report))
     assert result.exit_code == 0, result.output

@@ -88,11 +88,7 @@ def test_nor_in_half_the_digits(tmp_path: Path, case: Callable[..., Case], fold:
 
 
 def deaf(layer: Layer, draw: torch.Generator, sink: float = 0.0) -> Layer:
-    """No query looks at the last rotary pair; keys there may be anything.
-
-    The first channel of the input is the largest at the first token, so keys that follow it are those of a
-    sink.
-    """
+    """No query looks at the last rotary pair; channel 0 makes its keys a sink's."""
     pairs = layer.q_NHD.shape[1] // 2
     q_NHD, k_KHD = layer.q_NHD.clone(), layer.k_KHD.clone()
     q_NHD[:, [pairs - 1, 2 * pairs - 1]] = 0

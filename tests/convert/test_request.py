@@ -183,7 +183,6 @@ def test_a_file_gives_what_options_give(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, result.output
         record = read_record(tmp_path / name)
-        assert record is not None
         asked = {"model": str(source), "to": "gqa", "kv_heads": 2, "calibration": "none", "method": "mean"}
         assert record["request"] == asked
         assert record["command"] == fold_request(asked).command

@@ -21,9 +21,7 @@ from kvfold.core.errors import InvalidInput, renamed
 
 
 def test_loading_leaves_others_alone() -> None:
-    """In a process that has torch already, whose garbage may be models, nothing is kept from the
-    collector.
-    """
+    """With torch imported already, nothing is kept from the garbage collector."""
     assert torch.__name__ in sys.modules
     before = gc.get_freeze_count()
     with loading():
@@ -231,9 +229,7 @@ def test_help_is_shown_where_a_list_is_given_twice() -> None:
 
 
 def test_loading_in_a_command() -> None:
-    """In a fresh process what is imported is set aside, and the collector runs again, also after an import
-    that fails.
-    """
+    """What is imported is set aside, and the collector runs again, also after a failed import."""
     code = (
         "import gc\n"
         "from kvfold.core.console import loading\n"
@@ -289,10 +285,7 @@ def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(cod
 def test_the_time_left_counts_what_is_worked_on_side_by_side(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight units, four at once: the first four take ten seconds, and so will the other four.
-
-    When these begin to end, nothing is known of the rest.
-    """
+    """Eight units, four at once: the first four take ten seconds, and so will the others."""
     clock = iter([0.0, *(10.0 + done for done in range(4)), *(21.0 + done for done in range(4))])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(console, "is_shown", lambda: True)

@@ -145,7 +145,6 @@ def test_a_lock_is_held_by_one_process_and_ends_with_it(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     command = [sys.executable, "-c", HOLDER, str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(InvalidInput, match=r"^busy here$"), locked(file, "busy here"):
             pytest.fail("two hold it")

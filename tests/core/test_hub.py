@@ -1,8 +1,4 @@
-"""Hub ids.
-
-From the local cache when offline, and over HTTP from a server that speaks the part of the protocol that is
-used.
-"""
+"""Hub ids: from the local cache when offline, and over HTTP from a server on localhost."""
 
 import hashlib
 import json

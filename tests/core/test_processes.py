@@ -56,10 +56,7 @@ def run_in_two(commands: list[list[str]], before: str = "") -> list[tuple[Result
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """Text of the source's own (five sequences do not halve), statistics, one output.
-
-    Layer by layer as well; mistakes.
-    """
+    """Text of its own (five sequences do not halve), statistics, one output; layer by layer; mistakes."""
     source = make(tmp_path / "source", num_attention_heads=4, num_key_value_heads=2)
 
     def command(name: str, *options: str) -> list[str]:
@@ -140,10 +137,7 @@ main(sys.argv[1:])
 
 
 def test_layers_are_shared_by_processes(tmp_path: Path) -> None:
-    """Each folds some of the layers into the same output, whose bytes are those of one process.
-
-    Mistakes of any end all.
-    """
+    """Each folds some layers into the same output, whose bytes are those of one process."""
     source = make(tmp_path / "source", num_hidden_layers=5, shard_size="40KB")
     folds: list[list[str]] = [
         [str(source), "--to", *to, "--calibration", "none", "--shard-size", "30KB", "--out"]
@@ -222,7 +216,6 @@ def test_killed_processes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.M
         arguments = [warm_python(), "-c", STOPPED, *command, str(out)]
         started.append(subprocess.Popen(arguments, env={**os.environ, **launched}, stdout=subprocess.PIPE))
     for process in started:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
     alone = CliRunner().invoke(main, [*command, str(out)])
     assert "another kvfold is at work in" in alone.output

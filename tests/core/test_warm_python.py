@@ -97,7 +97,6 @@ def test_a_signal_to_it_ends_what_it_started(number: signal.Signals) -> None:
     child = [sys.executable, "-c", "import time; time.sleep(600)"]
     code = f"import os, subprocess, time; child = subprocess.Popen({child!r}); print(os.getpid(), child.pid, flush=True); time.sleep(600)"
     with subprocess.Popen([warm_python(), "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         fork, child_of_fork = (psutil.Process(int(word)) for word in process.stdout.readline().split())
         process.send_signal(number)
         assert process.wait() == -number

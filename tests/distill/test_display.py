@@ -1,7 +1,4 @@
-"""The display of a stage in training.
-
-A table on a terminal, lines elsewhere, the same numbers as in metrics.jsonl.
-"""
+"""The display of a stage: a table on a terminal, lines elsewhere, the numbers of metrics.jsonl."""
 
 import io
 import json

@@ -1,7 +1,4 @@
-"""Everything that README and docs show runs as written, but on less text.
-
-Blocks that need a GPU, the Hub or another program are marked with the reason; their commands are parsed.
-"""
+"""What README and docs show runs as written on less text; blocks for a GPU or the Hub are only parsed."""
 
 import re
 import shutil
@@ -31,10 +28,7 @@ COMMANDS = [(block, *command) for block in BLOCKS if block.kind == "console" for
 
 
 def compare(shown: list[str], output: str, place: str) -> None:
-    """Check that the lines that a page shows come out in this order; `...` stands for any others.
-
-    Spaces and the frames of tables do not count.
-    """
+    """Check that shown lines come out in this order; `...` stands for others, spaces do not count."""
     lines = iter(" ".join(re.sub("[│┃]", " ", line).split()) for line in output.splitlines())
     for line in shown:
         if line.strip() != "...":
@@ -43,7 +37,6 @@ def compare(shown: list[str], output: str, place: str) -> None:
 
 def run(block: Block, command: str, shown: list[str], is_verified: bool) -> None:
     words = kvfold_words(command)
-    assert words is not None
     extra = [] if block.compared or "--dry-run" in words else SHORTER.get(words[0], [])
     if words[:2] in (["distill", "explain"], ["distill", "validate"]):
         extra = []

@@ -1,7 +1,4 @@
-"""The engines that `kvfold verify` starts, and llama.cpp's programs: stand-ins for them, written by the test.
-
-`make test-mlx` and `make test-llamacpp` run the engines themselves.
-"""
+"""Engines that `kvfold verify` starts, as stand-ins (`make test-mlx` and `make test-llamacpp` run them)."""
 
 import struct
 import sys

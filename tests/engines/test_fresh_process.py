@@ -1,7 +1,4 @@
-"""vLLM's answers held against transformers': what passes, what is told, what fails.
-
-`make test-vllm` runs vLLM itself.
-"""
+"""vLLM's answers held against transformers': what passes, is told, or fails (`make test-vllm` runs it)."""
 
 import sys
 from collections.abc import Callable

@@ -1,8 +1,4 @@
-"""SGLang's probe: what it asks of an engine, and what it makes of the answers.
-
-The package that stands for SGLang here starts a scheduler in a process of its own, as SGLang does.
-`make test-sglang` runs SGLang itself.
-"""
+"""SGLang's probe against a stand-in with a scheduler process, as SGLang has (`make test-sglang` runs it)."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""`kvfold verify`.
-
-A sound output passes, and each way of spoiling one is told, by the engine that it would go wrong in.
-"""
+"""`kvfold verify`: a sound output passes, and each spoilt one is told by the engine that it goes wrong in."""
 
 import json
 import shutil
@@ -169,10 +166,7 @@ def test_a_copy_that_transformers_saves_gets_its_rotary_fields_again(name: str, 
 
 
 def test_widths(outputs: Path) -> None:
-    """A width that vLLM has no kernel for is refused there.
-
-    An intact latent saves nothing there, and fails nowhere else.
-    """
+    """vLLM refuses a width without a kernel; an intact latent saves nothing there."""
     assert any("not 512+64" in str(finding) for finding in lint(outputs / "full", ["vllm"]) if finding.fails)
     assert "vllm" not in failing(outputs / "intact")
     notes = [str(finding) for finding in lint(outputs / "intact", ["vllm"])]
@@ -189,9 +183,7 @@ def test_every_rule_carries_its_evidence() -> None:
 
 @pytest.mark.parametrize(("kind", "is_normed"), VARIANTS)
 def test_no_tensor_of_a_whole_checkpoint_is_missed(kind: str, is_normed: bool, tmp_path: Path) -> None:
-    """The rules expect of every family's checkpoint what transformers saves, in its own class and with
-    kvfold's attention, where that holds the family, and where its config.json turns the norms off.
-    """
+    """Of every family, in its own class, with kvfold's attention, and without norms where they can be off."""
     off: dict[str, Any] = {} if is_normed else {str(FAMILIES[kind].norm_flag): False, "attention_bias": True}
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     source = make(tmp_path / "source", kind, **{**shape, **off})

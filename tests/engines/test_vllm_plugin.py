@@ -1,7 +1,4 @@
-"""kvfold's plugin of vLLM where vLLM is not installed: rules, sizes and refusals.
-
-`make test-vllm` serves folds with it (benchmarks/vllm_plugin.py).
-"""
+"""kvfold's plugin of vLLM where vLLM is not installed (`make test-vllm` serves folds with it)."""
 
 import logging
 import sys

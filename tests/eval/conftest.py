@@ -1,7 +1,4 @@
-"""Tiny random checkpoints on disk, with a tokenizer of their own.
-
-Everything an evaluation reads, and no network.
-"""
+"""Tiny random checkpoints on disk, with a tokenizer of their own; no network."""
 
 import json
 import random
@@ -52,10 +49,7 @@ LATENT = {
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Write a random checkpoint, a Llama or with `latent` a DeepSeek-V3.
-
-    Other arguments change its configuration.
-    """
+    """Write a random checkpoint: a Llama, or with `latent` a DeepSeek-V3, with other configuration values."""
 
     def build(
         seed: int = 0, bos: str | None = "<s>", last: str = "end", latent: bool = False, **changes: Any
@@ -129,11 +123,7 @@ metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric
 
 @pytest.fixture
 def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the tasks `kv_one`, `kv_two`, the group of both, and `pages`, the harness's WikiText-2
-    on `pages.json`.
-
-    lm-evaluation-harness knows these alone: listing its thousands takes many seconds.
-    """
+    """Tasks `kv_one`, `kv_two`, their group, and `pages` (WikiText-2 on `pages.json`), and no others."""
     lm_eval_tasks = pytest.importorskip(
         "lm_eval.tasks", reason="pip install 'kvfold[eval]' for the suite tasks"
     )

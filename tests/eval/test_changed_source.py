@@ -1,6 +1,4 @@
-"""A source that is not any more what a checkpoint was made of is told, since every number is relative to
-it.
-"""
+"""A source that is no longer what a checkpoint was made of is told, since numbers are relative to it."""
 
 import json
 import shutil

@@ -67,7 +67,6 @@ def test_two_checkpoints_under_the_gptq_protocol_equal_a_direct_loop(
     text = read_text(f"wikitext2-gptq-{window}", rows)
     for directory, bos in ((mha, "none"), (with_bos, "first")):
         result = evaluate(directory, None, text, CPU)
-        assert result.protocol is not None
         assert (result.protocol.name, result.protocol.bos) == (f"wikitext2-gptq-{window} bos={bos}", bos)
         assert result.protocol.window == window
         assert result.ppl.student.perplexity == pytest.approx(
@@ -86,7 +85,6 @@ def test_word_perplexity_is_lm_evaluation_harnesss_own(
         theirs = harness(directory, tmp_path / "pages.json", monkeypatch, window)
         result = evaluate(directory, None, text, Options(device="cpu", window=window))
         ours = result.ppl.student
-        assert result.protocol is not None
         assert result.protocol.window == (window or 64)
         assert ours.word_perplexity == pytest.approx(theirs["word_perplexity,none"], rel=1e-5)
         assert ours.byte_perplexity == pytest.approx(theirs["byte_perplexity,none"], rel=1e-5)
@@ -128,7 +126,6 @@ def harness(
         task_manager=TaskManager(include_defaults=False),
         bootstrap_iters=0,
     )
-    assert found is not None
     return dict(found["results"]["wikitext"])
 
 

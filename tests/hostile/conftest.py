@@ -17,26 +17,13 @@ WEIGHTS = (*GQA, "--calibration", "none")
 
 @dataclass
 class Scene:
-    """A directory with hostile files, and the commands that read them.
-
-    Attributes:
-        root: the directory; everything that a command may touch is in it.
-        canary: a file that hostile code would write.
-    """
+    """A directory `root` with hostile files for commands, and `canary`, which hostile code would write."""
 
     root: Path
     canary: Path
 
     def refused(self, *words: str | Path, says: str = "") -> str:
-        """Run a command that must be refused, and return its sentence.
-
-        The exit code is 2, stderr ends with one sentence, there is no traceback, and no file in `root`
-        appears, changes or disappears.
-
-        Args:
-            words: the arguments of `kvfold`.
-            says: a part of the sentence.
-        """
+        """Run a command that must be refused in one sentence with `says`, and leave every file as it is."""
         before = contents(self.root)
         done = CliRunner().invoke(main, [str(word) for word in words])
         assert isinstance(done.exception, SystemExit), f"{words}: {done.exception!r} {done.output}"

@@ -90,10 +90,7 @@ def counted(module: nn.Module, *args: torch.Tensor, **options: Any) -> int:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_formulas_are_the_modules(name: str) -> None:
-    """Parameters, cache, and every matrix product that a forward does.
-
-    Of 7 tokens at once, and of one behind 9 others.
-    """
+    """Parameters, cache and every matrix product of a forward of 7 tokens, and of one behind 9 others."""
     make, one = PAIRS[name]
     module = make()
     assert one.total == sum(p.numel() for p in module.parameters())
@@ -151,10 +148,7 @@ def test_distances_are_distances() -> None:
 
 
 def test_memory_grows_with_what_is_expanded() -> None:
-    """The peak counts at least queries, keys, values and output at once.
-
-    Twice the tokens take about twice of it.
-    """
+    """The peak counts at least queries, keys, values and output; twice the tokens take about twice of it."""
     short, long = (run("mha", mha(), 32, tokens, "cpu") for tokens in (64, 128))
     assert short.peak_bytes >= 4 * 64 * 32 * 4
     assert 1.5 * short.peak_bytes < long.peak_bytes < 5 * short.peak_bytes
@@ -236,10 +230,7 @@ def test_tables() -> None:
 
 
 def test_plot(tmp_path: Path) -> None:
-    """Every variant has its line in the diagrams of formulas, with as many points as lengths.
-
-    A file is never overwritten.
-    """
+    """Every variant has its line, with as many points as lengths; a file is never overwritten."""
     file, words = tmp_path / "lab.svg", ["--d-model", "32", "--heads", "2", "--lengths", "64,128,1k"]
     assert (
         CliRunner()

@@ -1,7 +1,4 @@
-"""The modules of every attention variant are what their equations say.
-
-Each against itself and the others.
-"""
+"""The modules of every attention variant are what their equations say, each against the others."""
 
 from dataclasses import replace
 

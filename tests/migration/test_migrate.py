@@ -1,7 +1,4 @@
-"""`kvfold migrate`: the smallest step that holds becomes the output.
-
-A run that was killed ends as one that was not.
-"""
+"""`kvfold migrate`: the smallest step that holds becomes the output, also after a kill."""
 
 import json
 import shutil

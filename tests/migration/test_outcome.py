@@ -1,7 +1,4 @@
-"""The end of `kvfold migrate`.
-
-With the better of fold and distilled, and with what another bound can go on from.
-"""
+"""The end of `kvfold migrate`: the better of fold and distilled, and what another bound resumes from."""
 
 import json
 from pathlib import Path

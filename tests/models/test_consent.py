@@ -1,7 +1,4 @@
-"""Code in a checkpoint that is not kvfold's.
-
-A canary that no command may let sing, and what each command says.
-"""
+"""Code in a checkpoint that is not kvfold's: a canary that no command runs, and what each command says."""
 
 import hashlib
 import json

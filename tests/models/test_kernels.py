@@ -1,9 +1,4 @@
-"""The fused kernel: what it computes (by Triton's interpreter), that it compiles for GPUs, and what serves
-where it cannot.
-
-No GPU is needed; on one, `python -m benchmarks.kernels` and `python -m benchmarks.cuda_check` run it. Legend:
-kvfold/models/shipped/attention_kvfold.py.
-"""
+"""The fused kernel by Triton's interpreter (on a GPU: benchmarks.kernels, benchmarks.cuda_check)."""
 
 import json
 import os

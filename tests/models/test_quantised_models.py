@@ -1,6 +1,4 @@
-"""A quantised checkpoint computes what its dequantised twin computes: whole, by the layer, in statistics, in
-the evaluation; and transformers loads a fold of it where its own reader runs on a CPU.
-"""
+"""A quantised checkpoint computes what its dequantised twin does, wherever it is read."""
 
 import shutil
 from pathlib import Path

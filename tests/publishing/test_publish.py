@@ -1,7 +1,4 @@
-"""Publishing, against a server on localhost.
-
-What arrives, what is sent again, what is refused and what the card says.
-"""
+"""Publishing to a server on localhost: what arrives, what is sent again, what is refused, the card."""
 
 import json
 import os
@@ -104,17 +101,13 @@ def environment(hub: Hub, place: Path) -> dict[str, str]:
 
 @contextmanager
 def driving(hub: Hub, place: Path, **changed: str) -> Iterator[Run]:
-    """Start a process for `kvfold publish`, which takes words and changes of the environment for each command.
-
-    They return exit code, stdout and stderr of each.
-    """
+    """Start a process for `kvfold publish`: from words and environment to exit code, stdout and stderr."""
     command = [sys.executable, "-c", DRIVER]
     pipe = subprocess.PIPE
     env = {**environment(hub, place), **changed}
     with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
         asked, answers = process.stdin, process.stdout
         assert asked is not None
-        assert answers is not None
 
         def run(*commands: tuple[list[str], dict[str, str]]) -> Results:
             runs = [(["publish", *words, "--verify", "lint"], changes) for words, changes in commands]

@@ -202,7 +202,6 @@ def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     assert f"Next: kvfold eval {out} --teacher {place / 'decoupled'} --text FILE" in result.output
     record = read_record(out)
-    assert record is not None
     assert (record["stage"], record["quantize"]["group_size"]) == ("quantize", 32)
     assert [parent["stage"] for parent in record["parents"]] == ["source", "convert"]
     assert folded_parent(out) is None  # nothing was distilled

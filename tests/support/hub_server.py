@@ -1,9 +1,4 @@
-"""A server on localhost that speaks the part of the Hub's protocol which publishing uses, and keeps what it
-is sent.
-
-It answers as the real one does where that matters: objects are kept when they arrive, before any commit names
-them, and are not asked for again; a commit is all or nothing; a name belongs to its owner.
-"""
+"""A server on localhost that speaks the publishing part of the Hub's protocol, and keeps what it is sent."""
 
 import base64
 import hashlib

@@ -359,10 +359,7 @@ def quantised_tower(name: str) -> Format:
 
 
 def quantise(source: Path, out: Path, form: Format, *, shards: int = 1) -> Path:
-    """Write a checkpoint quantised, and next to it `<out>-twin`, its dequantised twin in the same dtypes.
-
-    With two shards all scales are in another file than their weights.
-    """
+    """Write a checkpoint quantised and its twin `<out>-twin`; of two shards one has all scales."""
     tensors = load_file(source / "model.safetensors")
     stored: dict[str, Tensor] = {}
     twin: dict[str, Tensor] = {}

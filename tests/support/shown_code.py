@@ -70,11 +70,7 @@ def kvfold_words(command: str) -> list[str] | None:
 
 
 def check_words(words: list[str]) -> None:
-    """Parse a command of kvfold without running it.
-
-    Raises:
-        click.ClickException: there is no such command or option, or a value does not fit.
-    """
+    """Parse a command of kvfold without running it; raise click.ClickException where it is wrong."""
     commands = {tuple(name.split()[1:]): command for name, command in all_commands()}
     name = tuple(words[:2]) if tuple(words[:2]) in commands else tuple(words[:1])
     if name not in commands:

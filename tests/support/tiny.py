@@ -1,6 +1,4 @@
-"""Tiny random checkpoints of every family that kvfold folds, made in a second and small enough to reason
-about.
-"""
+"""Tiny random checkpoints of every family that kvfold folds, made in a second."""
 
 import json
 from pathlib import Path
@@ -163,11 +161,7 @@ def make(
     equal_heads: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Save a random checkpoint of a family; norms and biases are random too, so that no mistake hides behind
-    ones and zeros.
-
-    With `equal_heads` every key/value head is the same, so that pooling them loses nothing.
-    """
+    """Save a random checkpoint, norms and biases included; `equal_heads`: all key/value heads alike."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -216,10 +210,7 @@ def _equalise(name: str, parameter: torch.Tensor, heads: int, head_dim: int) -> 
 
 
 def _rewrite_as_4x(path: Path) -> None:
-    """As transformers 4 wrote it.
-
-    Rope_theta and rope_scaling, torch_dtype, nulls, and nothing that equals a default.
-    """
+    """As transformers 4 wrote it: rope_theta, torch_dtype, nulls, and nothing that equals a default."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["torch_dtype"] = config.pop("dtype")

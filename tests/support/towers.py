@@ -179,14 +179,7 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 
 
 def make_multimodal(directory: Path, kind: str, *, vision: dict[str, Any] | None = None, **text: Any) -> Path:
-    """Save a random multimodal checkpoint whose text tower has equal key/value heads.
-
-    Args:
-        directory: the directory to write.
-        kind: a key of `TOWERS`.
-        vision: fields of its vision_config in place of those there.
-        text: the same of its text_config.
-    """
+    """Save a multimodal checkpoint with equal key/value heads; fields of `vision` and `text` replace ours."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)

@@ -71,10 +71,7 @@ ask({address!r}, {python!r})
 
 
 def warm_python() -> str:
-    """Return the program's path; a first call starts the server of this process.
-
-    Where the system has no files for processes (it is not Linux), it is the interpreter itself.
-    """
+    """Return the program's path (without Linux, the interpreter's); a first call starts the server."""
     global _server, _place
     if not hasattr(os, "pidfd_open"):
         return sys.executable

@@ -1,8 +1,4 @@
-"""Processes that begin with modules imported, from a server for each set of modules.
-
-`multiprocessing` keeps one server of its method `forkserver` in a process, with the modules of whoever starts it first. Tests that
-need different ones (`verify`'s probe must begin without kvfold, commands that are killed begin with it) each have a server here.
-"""
+"""Processes forked from a server for each set of modules; `multiprocessing` has only one per process."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence

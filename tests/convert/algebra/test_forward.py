@@ -1,7 +1,4 @@
-"""`forward.attend` is what transformers' own attention modules compute.
-
-Of sources, and of what they are folded to.
-"""
+"""`forward.attend` is what transformers' own attention modules compute, of sources and of folds."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""The spectrum in kvfold.json: what a latent lost is what stands behind its rank.
-
-Few numbers stand for many.
-"""
+"""The spectrum in kvfold.json: what a latent lost is what stands behind its rank."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Decompositions that take a shorter way give what the longer way does.
-
-Legend: subspaces.py and queries.py.
-"""
+"""Decompositions that take a shorter way give what the longer way does (legend: subspaces.py, queries.py)."""
 
 import pytest
 import torch
@@ -47,10 +44,7 @@ def test_a_factor_times_itself_is_the_matrix(rank: int, dtype: torch.dtype) -> N
 def test_any_factor_gives_the_same_subspace(
     rows: int, moment_rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More rows than columns and fewer; the identity, a regular and a singular moment.
-
-    As with the positive roots.
-    """
+    """More rows than columns and fewer; the identity, a regular and a singular moment."""
     weights_CD, metric_BSS = random(rows, 16), torch.stack([moment(rows // 2, rows) for _ in range(2)])
     input_DD = None if moment_rank is None else moment(16, moment_rank)
     down, up, energy = low_rank(weights_CD, metric_BSS, input_DD, 5)
@@ -75,10 +69,7 @@ def test_keys_lose_what_the_energies_say() -> None:
 def test_queries_are_solved_for_alike_by_either_way(
     cancelling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Cholesky where all features count, as by their decomposition.
-
-    Two alike, which cancel, take the decomposition.
-    """
+    """By Cholesky, or by decomposition where two features cancel."""
     heads, width, hidden = 2, 4, 12
     keys_KHE, latent_CE = random(heads, width, hidden), random(4, hidden)
     if cancelling:

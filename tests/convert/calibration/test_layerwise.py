@@ -1,7 +1,4 @@
-"""Layer by layer is the same computation.
-
-The same statistics and the same text, from the weights of a layer.
-"""
+"""Layer by layer gives the same statistics and the same text as the whole model."""
 
 from pathlib import Path
 from typing import Any
@@ -69,10 +66,7 @@ def test_equals_the_whole_model(tmp_path: Path, variant: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantities_are_those_of_the_fold(tmp_path: Path, family: str) -> None:
-    """The tensors that the hooks see are in the layout of `Source.attention`.
-
-    W_Q C W_Qᵀ is E[q qᵀ], whatever is fused or interleaved.
-    """
+    """What hooks see is in the layout of `Source.attention`: W_Q C W_Qᵀ is E[q qᵀ], whatever is fused."""
     source = open_source(make(tmp_path, family, **WIDE.get(family, {})))
     *_, statistics = passes.collect(load_model(tmp_path), IDS, layout=layout_of(source), **SETTINGS).layers
     attention = source.attention(source.layers - 1)
@@ -151,10 +145,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_chosen_by_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Too little memory for the whole model: layer by layer, with the same result.
-
-    The user may say otherwise.
-    """
+    """Too little memory for the whole model: layer by layer, with the same result."""
     source, text = open_source(make(tmp_path / "source")), {"sequences": 4, "length": 8, "seed": 0}
     need = Need.of(source, sequences=4, length=8)
     assert need.weights == sum(4 * source.checkpoint[name].numel() for name in source.checkpoint)

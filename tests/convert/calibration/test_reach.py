@@ -156,7 +156,6 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path, broken: Path) -> None:
     folded = fold(broken, MQA(), out=tmp_path / "out", sequences=4, refine=0)
     record = read_record(folded.directory)
-    assert record is not None
     assert record["calibration"]["length"] == BROKEN
     assert record["calibration"]["tokens"] == 4 * BROKEN
     assert any(f"from position {BROKEN} on" in notice for notice in folded.notices)
@@ -177,8 +176,6 @@ def test_a_source_larger_than_memory_reads_pairs_too(
         patch.setattr(Need, "fitting_layers", lambda *_: 0)
         patch.setattr(LayeredModel, "load", lambda self, number: reads.append(number) or load(self, number))
         layered = study(source, "self", **how, layerwise=True, work=tmp_path)
-    assert whole is not None
-    assert layered is not None
     assert layered.reach == whole.reach == BROKEN
     assert caplog.text.count("it predicts text much worse") == 2
     passes = int(caplog.text.partition("layers are read ")[2].split()[0])
@@ -195,7 +192,6 @@ def test_a_length_that_is_named_or_sound_stays(
     source = make(tmp_path / "source", "gpt2", max_position_embeddings=128) if sound else broken
     folded = fold(source, MQA(), out=tmp_path / "out", sequences=4, refine=0, length=named)
     record = read_record(folded.directory)
-    assert record is not None
     assert record["calibration"]["length"] == length
     assert any((told or "breaks down") in notice for notice in folded.notices) == (told is not None)
 
@@ -206,12 +202,9 @@ def test_a_source_that_breaks_down_behind_its_text_is_folded_for_that_length(
     """Texts of 128 tokens are sound, and two of them in a row are not."""
     source = open_source(make_broken(tmp_path / "source", 128))
     found = study(source, "self", sequences=6, seed=0, length=128)
-    assert found is not None
     assert found.reach == found.layers[0].input_BTD.shape[1] == 128
     assert "much worse after 128 tokens; greater distances are left out, unless --context" in caplog.text
     at_all = at_context(source, found, None)
-    assert at_all is not None
     assert at_all.layers[0].distance_NT.shape[1] == 128
     asked = at_context(source, found, 256)
-    assert asked is not None
     assert asked.layers[0].distance_NT.shape[1] == 256

@@ -105,10 +105,7 @@ def test_fisher_by_hand(
 
 @pytest.mark.parametrize("role", ["k", "v"])
 def test_fisher_predicts_kl(model: Any, role: str) -> None:
-    """Independent noise of covariance S at every token's keys costs ½ tr(G S) nats a token.
-
-    The unit is right.
-    """
+    """Independent noise of covariance S at every token's keys costs ½ tr(G S) nats a token."""
     ids = torch.randint(97, (256, 8), generator=torch.Generator().manual_seed(1))
     layer = collect(model, ids, batch_size=64, **SETTINGS).layers[1]
     fisher = layer.key_fisher if role == "k" else layer.value_fisher

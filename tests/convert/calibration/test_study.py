@@ -1,7 +1,4 @@
-"""A calibrated fold.
-
-Statistics in, allocated slots and a divided budget out, and a predicted loss that means something.
-"""
+"""A calibrated fold: statistics in, slots and a divided budget out, and a loss that was predicted."""
 
 import json
 import math
@@ -50,10 +47,7 @@ def saved_statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: Path) -> None:
-    """Over targets and budgets the predicted loss ranks as the measured one.
-
-    For MLA it is near it while it is small.
-    """
+    """Predicted losses rank as measured ones; for MLA they are near them while they are small."""
     text = read_text("stdlib")
     options = Options(window=256, max_windows=6, teacher_cache=tmp_path / "teacher")
     grid = [("mla", "--kv-budget", budget) for budget in ("50%", "25%", "12.5%")]
@@ -76,7 +70,6 @@ def test_predicted_and_measured_losses_agree(tmp_path: Path, saved_statistics: P
         ] * 6
         predicted.append(record["predicted_loss"])
         lost = evaluate(tmp_path / str(number), DEMO, text, options, suites=("ppl",)).ppl.difference
-        assert lost is not None
         measured.append(lost.mean)
     ranks = torch.tensor([predicted, measured]).argsort(1).argsort(1).double()
     # Spearman's: 0.9 where two neighbours change places.
@@ -95,7 +88,6 @@ def test_refined_loses_less_than_calibrated_than_weights_alone(
         out = tmp_path / str(number)
         assert convert(DEMO, "--kv-budget", "25%", "--calibration", *calibration, out=out).exit_code == 0
         fidelity = evaluate(out, DEMO, text, options, suites=("fidelity",)).fidelity
-        assert fidelity is not None
         kl.append(fidelity.kl.mean)
     assert kl[0] < 0.9 * kl[1]
     assert kl[1] < 0.8 * kl[2]
@@ -203,10 +195,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_what_is_calibrated_when_nothing_is_said(tmp_path: Path) -> None:
-    """MLA on text of the source's own, without a tokenizer.
-
-    A dry run, and what reads no statistics, by weights alone.
-    """
+    """MLA on text of its own; a dry run, and what reads no statistics, by weights alone."""
     source, short = make(tmp_path / "source"), ("--sequences", "2", "--length", "8")
     said = convert(source, "--rank", "9", *short, out=tmp_path / "mla")
     record = json.loads(said.stdout)

@@ -26,7 +26,6 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def distances(statistics: Statistics | None) -> list[int]:
-    assert statistics is not None
     return [layer.distance_NT.shape[1] for layer in statistics.layers]
 
 

@@ -1,7 +1,4 @@
-"""`--engine`.
-
-The least lossy container that every named engine accepts, the reason for it, and what cannot be had.
-"""
+"""`--engine`: the least lossy container that every named engine accepts, the reason, and what is refused."""
 
 import json
 import shlex

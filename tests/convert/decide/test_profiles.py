@@ -1,6 +1,4 @@
-"""The serving profiles 512+64 and 256+64: which is taken, what a rank holds, and that nothing is lost where
-nothing has to be.
-"""
+"""The serving profiles 512+64 and 256+64: which is taken, what a rank holds, and where nothing is lost."""
 
 import json
 from pathlib import Path

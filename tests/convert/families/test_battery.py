@@ -1,7 +1,4 @@
-"""Every cell of the table of families: where it says exact, the output is the source.
-
-Where it says no, a sentence says why.
-"""
+"""Every cell of the table of families: the output is the source, or a sentence says why not."""
 
 import json
 import os
@@ -257,10 +254,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
 def test_the_table_is_true(
     kind: str, target: str, battery: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Exact: logits within 5e-5 of the source's (they vary by `size`), also step by step and with padding.
-
-    The cache is as small as promised.
-    """
+    """Logits within 5e-5, which vary by `size`; also by steps and with padding; the cache is as promised."""
     cell = cells_of(kind)[target]
     if cell.status == "no":
         source = make(tmp_path / "source", kind, **SHAPE)

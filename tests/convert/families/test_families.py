@@ -34,10 +34,7 @@ TOKENS = 24
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
-    """Names, fused layouts, rotary pairs, norms, scale, caps, windows and sinks.
-
-    The row's tensors and properties give the class's output, by the forward pass that folds are measured with.
-    """
+    """A row's tensors and properties give the class's output, by the pass that folds are measured with."""
     # Behind so many tokens Llama 4 attends in chunks, and scales queries of layers without rotation.
     tokens = 7 if family == "llama4_text" else TOKENS
     source = open_source(make(tmp_path / "source", family, **SHAPE))
@@ -139,7 +136,6 @@ def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(
     printed = json.loads(every.stdout)["multimodal"]
     for kind in TOWERS:
         tower = find_tower(make_multimodal(tmp_path / kind, kind))
-        assert tower is not None
         row = printed[kind]
         assert as_causal(row["text"]) in {tower.model_type, "any"}
         assert row["in_place"][:2] == ["gqa", "mqa"]

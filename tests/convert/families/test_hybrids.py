@@ -66,8 +66,6 @@ def test_one_layer_at_a_time_sees_what_the_whole_model_sees(source: Path, tmp_pa
     opened = open_source(source)
     how: dict[str, Any] = {"sequences": 2, "length": 16, "seed": 0, "work": tmp_path}
     whole, layered = (study(opened, "self", layerwise=one, **how) for one in (False, True))
-    assert whole is not None
-    assert layered is not None
     assert len(whole.layers) == len(layered.layers) == 2
     for ours, theirs in zip(layered.layers, whole.layers, strict=True):
         for name, tensor in vars(theirs).items():

@@ -1,7 +1,4 @@
-"""Folded and absorbed models as other libraries wrap them.
-
-Weights that are elsewhere, adapters, copies, engines.
-"""
+"""Folded and absorbed models as other libraries wrap them: offloading, adapters, copies, quantisers."""
 
 import ast
 import copy
@@ -103,10 +100,7 @@ def test_an_adapter_is_heard_in_decoding_too(kind: str, name: str, tmp_path: Pat
 
 
 class Rounded(Tensor):
-    """A weight of int8 numbers and scales of rows, which `nn.functional.linear` takes and no other operation.
-
-    It passes for a float32 parameter, as torchao's tensors do.
-    """
+    """An int8 weight with scales of rows that only `nn.functional.linear` takes; it passes for float32."""
 
     @staticmethod
     def __new__(cls, rounded: Tensor, scale: Tensor) -> Any:

@@ -1,8 +1,4 @@
-"""Decoding from the latent computes what expanding it does, in every way of generating, and copies nothing of
-its size.
-
-Legend: kvfold/models/shipped/attention_kvfold.py.
-"""
+"""Decoding from the latent computes what expanding it does, and copies nothing of its size."""
 
 import copy
 from pathlib import Path
@@ -123,10 +119,7 @@ def test_one_graph_of_a_decoding_step(name: str) -> None:
 
 
 def test_nothing_of_the_expansions_size_is_made() -> None:
-    """A step makes no tensor larger than the cache that it grows.
-
-    The stock class makes keys and values of all heads.
-    """
+    """A step makes no tensor larger than the cache that it grows, unlike the stock class."""
     ids, model = torch.randint(97, (2, 100)), latent_model()
     cached = 2 * 101 * SIZES["kv_lora_rank"]
     found = []
@@ -140,10 +133,7 @@ def test_nothing_of_the_expansions_size_is_made() -> None:
 
 
 def test_keys_of_grouped_heads_are_not_repeated() -> None:
-    """Of stock GQA and MQA classes with their default attention, in a decoding step.
-
-    Nothing larger than the grown cache.
-    """
+    """A decoding step of stock GQA and MQA classes makes nothing larger than the grown cache."""
     for groups in (1, 2):
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 8}

@@ -59,7 +59,6 @@ def test_adapters_go_where_the_page_and_the_card_say(kind: str, tmp_path: Path) 
     }
     if label == "MLA in the stock class":
         told = re.search(r"`target_modules` are (.+), and `target_parameters` are (.+): PEFT", card)
-        assert told is not None
         parameters = re.findall(r"`([\w.]+)`", told[2])
         (named,) = re.findall(r"target_parameters=\[(.+)\]", PAGE.read_text(encoding="utf-8"))
         assert sorted(parameters) == sorted(named.replace('"', "").split(", "))

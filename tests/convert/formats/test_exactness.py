@@ -1,7 +1,4 @@
-"""At full rank the fold changes nothing.
-
-The written checkpoint, loaded by a process that knows no kvfold, is its source.
-"""
+"""At full rank the written checkpoint, loaded by a process that knows no kvfold, is its source."""
 
 import json
 import subprocess
@@ -99,9 +96,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obje
 
 @pytest.mark.parametrize("case", CASES)
 def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, object]]) -> None:
-    """Logits within 5e-5 in float32 (they vary by `size`), the same greedy tokens, the class that stock
-    engines know.
-    """
+    """Logits within 5e-5 in float32 (they vary by `size`), the same greedy tokens, a stock class."""
     seen = report[case]
     assert seen["size"] > 0.1, "logits too small to tell anything"
     assert seen["diff"] < 5e-5

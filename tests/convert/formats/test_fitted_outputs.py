@@ -1,8 +1,4 @@
-"""Outputs whose latent norm is a real one: in every container and width they compute what was folded.
-
-Where a latent holds the whole input of the attention, which is normed, every token can have the same length
-in it: then a real norm changes nothing, and the output can be held against one with a linear norm.
-"""
+"""Outputs whose latent norm is a real one compute what was folded, in every container and width."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Decoding with rotation left intact: keys rebuilt for a block of cached tokens at a time compute what all at
-once do.
-
-Legend: kvfold/models/shipped/attention_kvfold.py.
-"""
+"""Decoding with rotation left intact: keys rebuilt block by block compute what all at once do."""
 
 from pathlib import Path
 from typing import Any

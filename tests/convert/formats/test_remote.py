@@ -1,8 +1,4 @@
-"""The remote container: a stock model with kvfold's attention, loaded by code that travels next to the
-weights.
-
-One process that cannot import kvfold loads every case: importing transformers takes seconds.
-"""
+"""The remote container, loaded by code next to the weights, in one process that cannot import kvfold."""
 
 import json
 import subprocess
@@ -113,9 +109,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 @pytest.mark.parametrize("case", CASES)
 def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, Any]]) -> None:
-    """Logits within 5e-5 in float32 (they vary by `size`), by the source's own class, with every weight
-    found.
-    """
+    """Logits within 5e-5 in float32 (they vary by `size`), by a stock subclass, with every weight found."""
     seen = report[case]
     assert seen["size"] > 0.05, "logits too small to tell anything"
     assert seen["diff"] < 5e-5
@@ -125,10 +119,7 @@ def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, Any]]) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_generation(case: str, report: dict[str, dict[str, Any]]) -> None:
-    """The source's tokens, whatever the cache.
-
-    With padding on the left and with beams, where rows change places.
-    """
+    """The source's tokens, whatever the cache; with padding on the left and with beams."""
     tokens = report[case]["tokens"]
     assert tokens["cached"] == tokens["uncached"] == tokens["static"] == tokens["source"]
     assert tokens["padded"] == tokens["source padded"]

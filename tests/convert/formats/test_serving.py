@@ -1,7 +1,4 @@
-"""The stock class as other engines take it.
-
-Exact where nothing is discarded, and its table of families is true.
-"""
+"""The stock class as other engines take it: exact where nothing is discarded, and its table is true."""
 
 import json
 import subprocess
@@ -83,10 +80,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
 
 @pytest.mark.parametrize("name", EXACT)
 def test_full_rank_is_the_source(name: str, exact: tuple[Path, dict[str, dict[str, Any]]]) -> None:
-    """Zeros next to the weights, another epsilon, a written head, an identity before the queries.
-
-    The same logits.
-    """
+    """Zeros next to the weights, another epsilon, a written head and an identity change no logits."""
     root, report = exact
     seen, engines = report[name], EXACT[name][2]
     assert seen["size"] > 0.05, "logits too small to tell anything"
@@ -114,10 +108,7 @@ def test_a_head_stays_tied_where_every_engine_takes_it(
 
 
 def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> None:
-    """Epsilon 4e-6: embeddings and down-projections are halved to the bit, in bfloat16 too.
-
-    The head is the embedding.
-    """
+    """Epsilon 4e-6 halves embeddings and down-projections to the bit, in bfloat16 too."""
     source = make(
         tmp_path / "source", rms_norm_eps=4e-6, tie_word_embeddings=True, dtype=torch.bfloat16, **ONE_HEAD
     )
@@ -132,10 +123,7 @@ def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> No
 
 
 def test_slots_of_the_stock_table() -> None:
-    """With the default table in the source, the nearest slot is the uniform rule's.
-
-    Elsewhere no other slot is nearer.
-    """
+    """Slots of the default table are the uniform rule's; of another table, no other slot is nearer."""
     slots_S = table(SERVING, 1e4)
     default_F, _ = frequencies(ROPE["default"], 128, 512)
     assert nearest_bands(default_F, slots_S, STILL) == uniform_bands(default_F, slots_S)
@@ -154,10 +142,7 @@ def test_slots_of_the_stock_table() -> None:
 
 
 def test_biases_go_into_weights_where_the_input_has_a_constant() -> None:
-    """Then nothing is lost.
-
-    Attention without biases gives what attention with them does, values and rotary keys included.
-    """
+    """Then attention without biases gives what attention with them does."""
     torch.manual_seed(0)
     x_BTD = torch.randn(3, 40, 12, dtype=torch.float64)
     x_BTD[..., 5] = 0.7
@@ -228,10 +213,7 @@ def test_only_another_activation_keeps_the_stock_class_from_engines() -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
-    """A family of which the table says no is refused.
-
-    Any other passes the rules of the engines, in the class it names.
-    """
+    """A family is refused, or its output passes the engines' rules, in the class that the table names."""
     cell = cell_of(kind)
     settings = {**WIDE, "hidden_size": 512} if cell.status != "no" else {}
     settings |= {"sliding_window": 512} if kind in {"ministral", "cwm"} else {}  # as long as its positions

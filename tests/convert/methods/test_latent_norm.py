@@ -1,7 +1,4 @@
-"""A latent whose basis suits an RMSNorm.
-
-The fit, the fold of its basis into weights, and outputs that hold it.
-"""
+"""A latent whose basis suits an RMSNorm: the fit, the fold into weights, and outputs that hold it."""
 
 import dataclasses
 import json
@@ -157,7 +154,6 @@ def test_the_basis_folds_into_the_weights(widths: tuple[int, int, int, int]) -> 
     slots_S = torch.tensor([0.3, *[0.0] * (widths[1] // 2 - 1)], dtype=torch.float64)
     wanted_BTD = attend(levelled, input_BTD, slots_S[:1])
     torch.testing.assert_close(attend(folded, input_BTD, slots_S), wanted_BTD, rtol=1e-3, atol=1e-3)
-    assert folded.latent_norm_C is not None
     assert set(folded.latent_norm_C.tolist()) <= {2.0**n for n in range(-12, 13)}
     down_CD = in_level_basis(levelled, input_XD[None], 0.2).down_CD
     assert float(down_CD.square().mean().sqrt()) == pytest.approx(0.2)
@@ -175,11 +171,9 @@ def test_a_direction_that_left_the_length_gets_a_part_of_it() -> None:
 
     def spread(one: LatentAttention) -> float:
         folded = in_level_basis(one, input_XD[None], 0.2)
-        assert folded.latent_norm_C is not None
         return float(folded.latent_norm_C.max() / folded.latent_norm_C.min())
 
     def length_X(one: LatentAttention) -> Tensor:
-        assert one.level_CC is not None
         return (input_XD @ one.down_CD.mT @ one.level_CC.mT).norm(dim=-1)
 
     assert spread(without) > 500
@@ -224,7 +218,6 @@ def test_queries_compressed_in_name_only_pass_a_diagonal() -> None:
     input_XD, _ = normed(300, 12)
     plain = dataclasses.replace(layer(), q_down_AD=torch.eye(12, dtype=torch.float64))
     made = with_query_norm(plain, LatentTokens.of(input_XD[:250], input_XD[250:]), 0.05, biased=False)
-    assert made.q_down_AD is not None
     assert torch.equal(made.q_down_AD, made.q_down_AD.diagonal().diag())
 
 

@@ -39,10 +39,7 @@ def test_mha2mla_keeps_the_pairs_that_contribute() -> None:
 
 
 def test_mha2mla_has_one_table_for_all_layers() -> None:
-    """Each layer alone would want other frequencies.
-
-    The table has both, and each layer fills those that it uses.
-    """
+    """The table has the frequencies of every layer, and each layer fills those that it uses."""
     x_XD = tokens()
     one, other = with_pairs(layer(key_heads=2), {(0, 0)}), with_pairs(layer(seed=1, key_heads=2), {(1, 3)})
     layers = [(a, statistics_of(a, x_XD)) for a in (one, other)]
@@ -76,9 +73,7 @@ def jointly(rows_BD: Tensor, values: int, rank: int) -> Tensor:
 def test_mha2mla_by_the_paper(
     pairs: str, kept: list[int], ending: str, decompose: Any, biases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial RoPE in each head as masked frequencies, and the un-rotated rows of all heads with the
-    values' decomposed.
-    """
+    """Partial RoPE as masked frequencies; un-rotated rows are decomposed with the values."""
     a, x_TD = layer(key_heads=2, biases=biases), tokens()[:20]
     target = LatentTarget(kv_lora_rank=9, qk_rope_head_dim=8)
     bands = bands_of(f"mha2mla:{pairs}", 8, (a, None))

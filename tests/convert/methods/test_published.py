@@ -1,7 +1,4 @@
-"""Each peer's rule is what its paper says.
-
-Against a plain version on activations, and by the identities that it promises.
-"""
+"""Each peer's rule is what its paper says, against a plain version and by the identities that it promises."""
 
 import json
 from dataclasses import replace
@@ -118,10 +115,7 @@ def pca(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
 
 
 def covariance_svd(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
-    """CARE's map on balanced activations, by roots and inverses.
-
-    W ≈ V S Uᵀ C^-½, seen behind W, which undoes the balance.
-    """
+    """CARE's map on balanced activations: W ≈ V S Uᵀ C^-½, seen behind W, which undoes the balance."""
     moment_BB = z_XB.mT @ z_XB
     moment_BB += CARE_DAMPING * moment_BB.diagonal().mean() * torch.eye(len(moment_BB), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(moment_BB)

@@ -43,7 +43,6 @@ def test_the_notice_has_what_was_measured(
 ) -> None:
     plan = planned(source, statistics, **given)
     intact, widths = measure_intact(plan.plan), measure_widths(plan)
-    assert intact is not None
     assert min(widths.values()) > intact
     is_told = min(widths.values()) - intact > LIMIT
     told = [one for one in settle_width(plan).notices if SAID in one]

@@ -21,10 +21,7 @@ from ...support.tiny import make
 
 
 def test_a_plan_says_what_it_saves(tmp_path: Path) -> None:
-    """32 columns to 8·(8+8) rows: 4096 weights, and 12·(32+128) = 1920 through 12 numbers.
-
-    The cache is as without.
-    """
+    """32 columns to 8·(8+8) rows are 4096 weights, and 12·(32+128) = 1920 through 12 numbers."""
     source = make(tmp_path / "source")
     command = ["convert", str(source), "--to", "mla", *WEIGHTS, "--kv-budget", "50%", "--dry-run"]
 

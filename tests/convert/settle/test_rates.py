@@ -47,7 +47,6 @@ def test_layers_in_between_take_the_smaller_rate_of_the_two_around_them(
     assert result.exit_code == 0, result.output
     assert trials == [], "a layer tried rates by itself"
     record = read_record(tmp_path / "out")
-    assert record is not None
     found = [layer["measured"]["quarters"] for layer in record["layers"]]
     assert found == [0, 1, 1, 3, 3, 3, 2, 2, 2]
 

@@ -90,7 +90,6 @@ def test_a_normed_latent_is_turned_before_its_norm_and_scaled_after_it() -> None
     levelled = with_latent_norm(latent(), LatentTokens.of(*(normed(1, 200, seed=n)[0] for n in (4, 5))))
     moments = sampled_moments(levelled, FREQUENCIES_F, found)
     basis = fit_basis(levelled, FREQUENCIES_F, moments, INT4)
-    assert basis.norm is not None
     eye_CC = torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(basis.norm.turn_CC @ basis.norm.turn_CC.mT, eye_CC, atol=1e-6, rtol=0)
     final = in_level_basis(in_basis(levelled, basis), x_BTD, 0.3, basis.norm)

@@ -75,7 +75,6 @@ def test_attention_is_the_twins_and_the_rest_keeps_its_bytes(
     written = fold(source, tmp_path / "out")
     twin = fold(Path(f"{source}-twin"), tmp_path / "twin", text_only=True, dtype="bfloat16")
     tower = find_tower(source)
-    assert tower is not None
     attention = {key for key in written if is_attention(key)}
     assert {tower.names[key] for key in attention} == {key for key in twin if is_attention(key)}
     for key in attention:
@@ -93,7 +92,6 @@ def check_config(source: Path, out: Path, form: Format, attention: set[str], res
     quantised = config["quantization_config"]
     assert "quantization_config" not in config["text_config"]
     tower = find_tower(source)
-    assert tower is not None
     inside = decoder_place(source)
     folded = {key.removesuffix(".weight") for key in attention if key.endswith("_proj.weight")}
     named = folded | {f"{inside}.{tower.names[f'{key}.weight'].removeprefix('model.').removesuffix('.weight')}"
@@ -143,7 +141,6 @@ def test_dequantized_outputs_are_the_twins(name: str, place: Path, tmp_path: Pat
     twin = load_file(Path(f"{source}-twin") / "model.safetensors")  # quantised weights in float32
     folded = fold(Path(f"{source}-twin"), tmp_path / "twin", text_only=True, dtype="bfloat16")
     tower = find_tower(source)
-    assert tower is not None
     assert written.keys() == twin.keys()
     for key in twin:
         wanted = folded[tower.names[key]] if is_attention(key) else twin[key].to(torch.bfloat16)
@@ -301,7 +298,6 @@ def test_a_fold_is_verified_next_to_its_source(tmp_path: Path) -> None:
         source, kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="self", sequences=2, length=16,
         verify="full",
     )  # fmt: skip
-    assert folded.verification is not None
     assert not folded.verification.failures
     assert folded.verification.measured["kl"] < 1
     assert type(folded.load(device="cpu")).__name__ == "LlavaForConditionalGeneration"

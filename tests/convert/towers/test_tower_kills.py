@@ -1,7 +1,4 @@
-"""Folds of multimodal checkpoints that are stopped, and what they leave.
-
-`tests/test_stopped_commands.py` stops one before every kind of operation.
-"""
+"""Folds of multimodal checkpoints that are stopped (at every operation: tests/test_stopped_commands.py)."""
 
 from pathlib import Path
 

@@ -119,7 +119,6 @@ def test_a_fold_is_verified_as_the_whole_class(llava: Path) -> None:
     target = MLA(rank=4, rope_dim=4)
     folded = kvfold.fold(llava, target, out=out, calibration="none", verify="full")
     report = folded.verification
-    assert report is not None
     assert not report.failures
     words = {check.name: check.detail for check in report.checks}
     assert words["loads"] == "as LlavaForConditionalGeneration, no weight is missing"
@@ -139,17 +138,13 @@ def test_a_whole_fold_is_written_where_its_run_does_not_fit(
     folded = kvfold.fold(llava, MLA(rank=4, rope_dim=4), out=out, calibration="none", verify="full")
     [told] = [text for text in folded.notices if text.startswith(f"{out} is written; it was not run, since")]
     assert told.endswith(f"check it later with kvfold verify {out}")
-    assert folded.verification is not None
     assert folded.verification.checks == ()
     assert (out / "kvfold.json").is_file()
 
 
 @pytest.mark.parametrize("target", ["gqa", "mla"])
 def test_other_engines_are_not_known(llava: Path, target: str) -> None:
-    """No rule of theirs was run or read for a multimodal class, and the card gives no command of theirs.
-
-    vLLM was run with heads that are folded to fewer, on text.
-    """
+    """No rule was run for a multimodal class, apart from fewer heads in vLLM, on text."""
     out = llava.with_name(f"llava-{target}")
     assert lint(out, ["transformers"]) == []
     is_run = target == "gqa"
@@ -188,7 +183,6 @@ def test_the_cache_by_config_json_is_that_of_the_text_model(source: Path, tmp_pa
     """As of the tower alone, before and after a fold, also where text_config leaves defaults out."""
     out = fold(source, "counted", "--to", "gqa", "--kv-heads", "2")
     tower = find_tower(source)
-    assert tower is not None
     record = json.loads((out / "kvfold.json").read_text())
     for directory, side in ((source, "before"), (out, "after")):
         elements = record["cache"][side]["elements_per_token_per_layer"]

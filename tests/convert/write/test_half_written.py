@@ -41,7 +41,6 @@ def kill_after_two_layers(*arguments: str | Path) -> None:
     """Run a fold that is killed when its layers 0 and 1 are in the journal."""
     words = [warm_python(), "-c", KILLED, *map(str, arguments)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
         process.kill()
         process.communicate()
@@ -55,7 +54,6 @@ def test_a_killed_run_leaves_no_output_and_is_resumed(
     assert convert(source, *MLA, out=whole).exit_code == 0
     arguments = [warm_python(), "-c", KILLED, str(source), *MLA, "--out", str(out)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
         # Alive, it holds the half-written directory: a second run must not mix into it.
         second = convert(source, *MLA, out=out)

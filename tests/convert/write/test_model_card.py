@@ -197,7 +197,6 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
     copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
     (copy / "README.md").unlink()
     record = read_record(copy)
-    assert record is not None
     source = {**record["source"], "name": "org/base", "revision": "0" * 40}
     record |= {
         "stage": "distill",
@@ -215,7 +214,6 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
 
 def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> None:
     record = read_record(outputs["stock"])
-    assert record is not None
     record |= {
         "command": "kvfold convert /home/me/a/ --to mla --calibration '/home/me/my text.txt' --seed 0",
         "source": {**record["source"], "name": "org/base", "path": "/home/me/a", "revision": "0" * 40},
@@ -267,7 +265,6 @@ def test_texts_of_a_record_are_no_markup(
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "bloom", "architectures": [evil]}))
     record = read_record(copy)
-    assert record is not None
     record |= {"command": evil, "method": evil, "kvfold": evil, "dtype": evil, "quantize": {"scheme": evil}}
     record["quantize"]["command"] = evil
     rounded = {key: value for key, value in record.items() if key != "target"}
@@ -341,11 +338,8 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     found = measured_by(directory)
-    assert found is not None
-    assert found.ppl.teacher is not None
     assert found.ppl.student.perplexity == found.ppl.teacher.perplexity
     assert found.cache.student.elements_per_token_per_layer == 256
-    assert found.fidelity is not None
     assert found.fidelity.kl.mean == pytest.approx(0, abs=1e-6)
 
 

@@ -156,7 +156,6 @@ def test_modelopt_is_listed_in_both_of_its_files(pairs: dict[str, Path], tmp_pat
     assert any("transformers has no reader of ModelOpt" in notice for notice in notices)
     assert kvfold.verify(tmp_path / "out", run=False).failures
     made = kvfold.fold(pairs["modelopt nvfp4"], TARGETS["gqa"], out=tmp_path / "checked", calibration="none")
-    assert made.verification is not None
     # It was not asked for transformers, where its source does not run.
     assert made.verification.failures == []
     with pytest.raises(kvfold.InvalidInput, match="weights are quantised by ModelOpt"):

@@ -31,9 +31,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("options", [GQA, ("--to", "mqa", "--calibration", "none"), MLA])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_only_attention_changes(tmp_path: Path, family: str, options: tuple[str, ...]) -> None:
-    """Every other tensor passes through byte by byte, the tokenizer and the chat template come along, the
-    source stays.
-    """
+    """Every other tensor, the tokenizer and the chat template pass through; the source stays."""
     source = make(tmp_path / "source", family, dtype=torch.bfloat16, shard_size="20KB")
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     result = convert(source, *options)

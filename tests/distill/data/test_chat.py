@@ -71,10 +71,7 @@ def test_a_template_that_renders_too_much_is_refused(tokenizer: Any, template: s
 def test_conversations_that_a_template_refuses_are_left_out(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One does not stop a run, which says which it is.
-
-    Where all are refused, reading ends before the source does.
-    """
+    """One does not stop a run; where all are refused, reading ends before the source does."""
     tokenizer.chat_template = STRICT
     seen: list[Any] = []
     rows: list[Any] = [say("q", "a")[::-1], say("q", "b"), say("q", "c"), {"role": [], "content": []}]

@@ -1,7 +1,4 @@
-"""The order of data is a pure function of (seed, index).
-
-What is learnt of a document is what its packing says.
-"""
+"""The order of data is a pure function of (seed, index); what is learnt is what the packing says."""
 
 import bz2
 import gzip

@@ -1,7 +1,4 @@
-"""A look at the first documents before a run.
-
-Mistakes in one sentence, an estimate of how much there is, little is read.
-"""
+"""A look at the first documents before a run: mistakes in one sentence, and an estimate of the amount."""
 
 import gzip
 import json
@@ -104,10 +101,7 @@ def test_conversations_that_a_template_refuses_may_be_the_first(
 def test_a_token_that_the_student_lacks_is_told(
     make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    """A tokenizer with one entry more than the model, in text that is trained on or held out.
-
-    To pad with it is no mistake.
-    """
+    """One entry more than the model, in text that is trained on or held out; to pad with it is no mistake."""
     models = {}
     for role, directory in (("student", student), ("teacher", teacher)):
         models[role] = str(tmp_path / role)

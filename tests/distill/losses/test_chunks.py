@@ -1,7 +1,4 @@
-"""Gradients that are formed chunk by chunk, apart from their values.
-
-Memory, precision, and being asked in odd ways.
-"""
+"""Gradients that are formed chunk by chunk: memory, precision, and being asked in odd ways."""
 
 import weakref
 from collections.abc import Callable
@@ -24,10 +21,7 @@ from ...support.dense_losses import LABELS, VOCABULARY, D, T, V, check_gradients
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation made.
-
-    Views and what is changed in place are none.
-    """
+    """Remembers the most elements of any tensor that an operation made; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +39,7 @@ class Largest(TorchDispatchMode):
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of all storages that operations made and that are still held, and remembers the most
-    there were.
-    """
+    """Counts the bytes of all storages that operations made and that are still held; remembers the most."""
 
     def __init__(self, *inputs: Tensor) -> None:
         super().__init__()
@@ -73,10 +65,7 @@ class Held(TorchDispatchMode):
 
 
 def peak_gigabytes(loss: Callable[[Predictions, Predictions, Tensor], Tensor]) -> float:
-    """Of a forward and a backward pass in bfloat16 autocast, above models of 8,192 x 128,256 x 4,096.
-
-    Nothing is computed.
-    """
+    """Of a forward and backward pass in bfloat16 autocast, above models of 8,192 x 128,256 x 4,096."""
     tokens, vocabulary, hidden = 8192, 128256, 4096
     with FakeTensorMode():
         student = Predictions(torch.empty(tokens, hidden), torch.empty(vocabulary, hidden), None)
@@ -175,7 +164,6 @@ def test_autocast_rounds_the_products_but_not_the_sums(name: LossName) -> None:
     torch.testing.assert_close(value, expected, rtol=0.02, atol=0)
     value.backward()
     expected.backward()
-    assert ours.weight_VD.grad is not None
     assert ours.weight_VD.grad.dtype == torch.float32
     check_gradients(ours, theirs, rtol=0.1, atol=0.1)
 
@@ -189,7 +177,6 @@ def test_weights_in_bfloat16_sum_their_chunks_in_float32() -> None:
     (one,) = torch.autograd.grad(
         chunked("ce", student.at(torch.arange(400) == 0), None, torch.zeros(1, dtype=torch.int64)), head
     )
-    assert head.grad is not None
     assert head.grad.dtype == torch.bfloat16
     torch.testing.assert_close(head.grad.float(), one.float() * 400, rtol=0.02, atol=0.02)
 

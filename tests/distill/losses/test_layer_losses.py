@@ -56,7 +56,6 @@ def test_the_teacher_is_a_constant_sums_are_wide_and_widths_must_agree(loss: typ
     value, _ = loss(student, teacher)
     value.backward()
     assert value.dtype == torch.float32
-    assert student.grad is not None
     assert student.grad.any()
     assert teacher.grad is None
     with pytest.raises(

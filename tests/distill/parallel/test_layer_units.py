@@ -1,6 +1,4 @@
-"""Weights given to a model a unit at a time are those that transformers loads, whatever it renames, fuses,
-ties or computes.
-"""
+"""Weights given to a model a unit at a time are those that transformers loads, whatever it changes."""
 
 import os
 from collections.abc import Iterator
@@ -63,10 +61,7 @@ def filled(directory: Path, dtype: torch.dtype = torch.float32, **how: Any) -> A
 
 
 def check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """The same weights and buffers, of the same dtype, under the same names, tied alike.
-
-    Nothing without a value.
-    """
+    """The same weights and buffers, of the same dtype, under the same names, tied alike, all with a value."""
     for kind in ("named_parameters", "named_buffers"):
         mine, its = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (ours, theirs))
         assert mine.keys() == its.keys()
@@ -204,9 +199,7 @@ def test_publishing_keeps_what_short_training_changed(tmp_path: Path) -> None:
 
 
 def make_deepseek(directory: Path) -> Path:
-    """With experts, which transformers keeps in other tensors than its files, and a gate whose buffer is in
-    the file.
-    """
+    """With experts, which transformers fuses, and a gate whose buffer is in the file."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=258, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
@@ -332,9 +325,7 @@ def work(rank: int, directory: Path, teacher: str, students: dict[str, str], rec
 
 
 def check_shards(units: Measured, theirs: nn.Module) -> None:
-    """Every weight in shards that together are the whole, and never more in memory than half of the model
-    and a unit.
-    """
+    """Every weight is in shards, and never more in memory than half of the model and a unit."""
     expected = dict(theirs.named_parameters(remove_duplicate=False))
     assert units.model.state_dict().keys() == theirs.state_dict().keys()
     for name, weight in units.model.named_parameters():

@@ -1,7 +1,4 @@
-"""Two processes, each with half of the tokens and half of every weight.
-
-Gradients are those of one process with all.
-"""
+"""Two processes, each with half of the tokens and weights: gradients are those of one process with all."""
 
 from pathlib import Path
 from typing import Any

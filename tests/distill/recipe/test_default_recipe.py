@@ -38,7 +38,6 @@ def test_a_fold_is_trained_on_text_of_its_source(folded: Path) -> None:
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved
     record = read_record(out)
-    assert record is not None
     assert record["distill"]["recipe"]["data"]["source"] == "self"
     assert record["distill"]["recipe"]["data"]["seq_len"] == 24
     again = command(folded, *words)
@@ -73,7 +72,6 @@ def test_the_recipe_follows_from_the_record(folded: Path) -> None:
     assert (stage.tokens, stage.lr, stage.cache_dtype, recipe.teacher) == (200_000, 1e-4, None, None)
     assert recipe.save.every * 4 <= recipe.steps(stage)
     record = read_record(folded)
-    assert record is not None
     record["calibration"] = {"text": "stdlib", "tokens": 4096, "length": 16, "seed": 0}
     record["cache_dtype"] = {"name": "int4"}
     record["cache"]["layers"] = {"full_attention": 1, "linear_attention": 1}
@@ -111,7 +109,6 @@ def test_a_stage_without_a_rate_takes_that_of_a_fold_without_a_recipe(folded: Pa
 def test_settings_replace_keys_of_any_recipe(folded: Path) -> None:
     first = as_recipe(folded, {"stages.0.lr": 1e-5, "evaluate.source": Path("held.txt")})
     assert first.stages[0].lr == 1e-5
-    assert first.evaluate is not None
     assert first.evaluate.source == "held.txt"
     second = as_recipe(first, {"stages.0.lr": 2e-5})
     assert second.stages[0].lr == 2e-5

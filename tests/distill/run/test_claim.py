@@ -1,7 +1,4 @@
-"""The working directory next to the output.
-
-What is not kvfold's is not touched, and a refused recipe leaves nothing.
-"""
+"""The working directory next to the output: only kvfold's is touched, and a refused recipe leaves nothing."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""`distill validate` and `distill explain`.
-
-What they find, what they say, and that running a recipe is as it was.
-"""
+"""`distill validate` and `distill explain`: what they find, what they say, and that a run stays as it was."""
 
 import json
 import shutil

@@ -46,7 +46,6 @@ def test_kl_falls_and_the_output_is_a_checkpoint_like_the_student(
     assert (out / "config.json").read_bytes() == (student / "config.json").read_bytes()
     assert (out / "tokenizer.json").read_bytes() == (student / "tokenizer.json").read_bytes()
     record = read_record(out)
-    assert record is not None
     assert record["parents"] == [{"stage": "convert", "path": str(student)}]
     assert record["distill"]["tokens"] == 1920
     AutoModelForCausalLM.from_pretrained(out)(torch.tensor([[0, 1]]))

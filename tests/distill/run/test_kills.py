@@ -38,9 +38,7 @@ def kind_of(operation: str) -> str:
 
 @pytest.fixture
 def recipe(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> Recipe:
-    """All kinds of stages, a teacher's cache, evaluations that choose the best weights, and every step
-    saved.
-    """
+    """All kinds of stages, a teacher's cache, evaluations that choose weights, and every step saved."""
     stages = [
         {**ALIGN, "name": "stream", "mode": "stream"},
         {**ALIGN, "name": "align"},

@@ -1,7 +1,4 @@
-"""A run that cannot train is refused before it begins.
-
-By the run before its first stage, by `validate` and by `explain`.
-"""
+"""A run that cannot train is refused before it begins: by the run, by `validate` and by `explain`."""
 
 import os
 import shutil

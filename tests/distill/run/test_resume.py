@@ -250,9 +250,7 @@ def test_metrics_are_on_the_disk_before_the_state_that_follows_them(
 
 
 def test_metrics_keep_the_lines_of_steps_that_stand(tmp_path: Path) -> None:
-    """Neither a damaged line, nor one cut off, nor one of a step to be done again is in the way of a
-    resumed run.
-    """
+    """Damaged lines, cut lines and lines of steps to be done again are not in a resumed run's way."""
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"half\n7\n{"step": 2}\n{"step": 3}\n{"step": 2')
     trim_metrics(file, 2)

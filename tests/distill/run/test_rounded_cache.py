@@ -24,9 +24,7 @@ IDS = torch.arange(8 * 32).reshape(8, 32) ** 2 * 7 % 250
 
 @torch.no_grad()
 def _divergence(directory: Path, teacher: Path, text: Path) -> float:
-    """Return the KL from the teacher of a model that reads its cache in int4, on the text that it was
-    trained on.
-    """
+    """Return the KL from the teacher of a model that reads its cache in int4, on its training text."""
     ids = load_tokenizer(teacher)(" ".join(read_text(str(text)).joined.split()))["input_ids"]
     ids_BT = torch.tensor(ids[: 32 * 32]).view(32, 32)
     model = load_model(directory)

@@ -104,9 +104,7 @@ def test_a_fold_that_loses_nothing_has_no_error(
 
 
 def test_what_a_layer_learns_from_is_what_the_teacher_computes(tmp_path: Path) -> None:
-    """The error of a pooled layer is that of its attention put into the teacher, in the place of the
-    teacher's own.
-    """
+    """The error of a pooled layer is that of its attention in the place of the teacher's own."""
     source = make(tmp_path / "source")
     student, teacher = (opened(folded(source, "--to", "gqa", "--kv-heads", "2")), opened(source))
     given, parent = batch(documents=(10, 14)), teacher.layer(1)

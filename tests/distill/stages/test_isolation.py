@@ -52,9 +52,7 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, 
 
 @torch.no_grad()
 def leak(model: Any) -> float:
-    """The largest difference of a last hidden state between a packed document and the same alone, relative
-    to the largest.
-    """
+    """The largest relative difference of a last hidden state between a packed document and it alone."""
     position_BS = torch.stack(
         [torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(cuts)]) for cuts in CUTS]
     )

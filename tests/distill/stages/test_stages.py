@@ -69,10 +69,7 @@ def test_adapters_reach_the_mlp_of_a_stock_output(make_recipe: MakeRecipe, teach
 
 
 def test_a_stage_of_adapters_goes_on_in_the_same_bits(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    """Stopped inside the second of two such stages.
-
-    The first's are merged, the second's are stored next to the weights.
-    """
+    """Stopped in the second of two such stages: the first's are merged, the second's stored apart."""
     pytest.importorskip("peft")
     stages = [
         {"name": name, "tokens": 768, "lr": 1e-2, "batch_tokens": 192, **LORA} for name in ("first", "second")

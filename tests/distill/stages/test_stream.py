@@ -1,7 +1,4 @@
-"""Alignment of a model larger than memory.
-
-The weights of alignment in memory, one layer of it there, after any stop.
-"""
+"""Alignment of a model larger than memory: the weights of alignment in memory, after any stop."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The page of `kvfold report` in headless Chromium.
-
-No errors, it sorts, it changes colours, it fits a phone and paper.
-"""
+"""The page of `kvfold report` in headless Chromium: no errors, sorting, colours, a phone and paper."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -1,7 +1,4 @@
-"""`kvfold report`.
-
-The page and the pictures show what the files hold, need nothing else, and refuse what they cannot read.
-"""
+"""`kvfold report`: page and pictures show what the files hold, need nothing else, and refuse the rest."""
 
 import json
 import math

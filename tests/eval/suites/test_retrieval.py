@@ -118,10 +118,7 @@ def test_prompts_are_the_same_for_the_same_seed_and_others_for_another(haystack:
 
 
 class Knowing:
-    """In place of a model: it goes on with a line as after the same words in the text before.
-
-    Its cache is the text.
-    """
+    """In place of a model: continues a line as after the same words before; its cache is the text."""
 
     device = torch.device("cpu")
 
@@ -228,7 +225,6 @@ def test_the_map_has_a_row_a_length_and_a_column_a_depth(
     assert (grid.low[0][1], grid.high[0][1]) == (pytest.approx(centre - half), pytest.approx(centre + half))
     assert grid.standard_error[0][1] == pytest.approx(half / z)
     assert grid.overall.accuracy.mean == pytest.approx(4 / 12)
-    assert found.difference is not None
     changes = np.array([0, 0, 0, -1, 0, -1, -1, 0, 0, 0, 0, 0])
     difference = found.difference["passkey"].accuracy
     assert difference.mean == pytest.approx(changes.mean())
@@ -241,7 +237,6 @@ def test_the_same_model_differs_by_nothing_and_one_at_a_time_changes_nothing(
     latent: Path, roomy: Path
 ) -> None:
     found = run(latent, latent)
-    assert found.difference is not None
     assert {(one.accuracy.mean, one.choice.mean) for one in found.difference.values()} == {(0, 0)}
     together = run(latent, roomy, Options(device="cpu", batch_size=4))
     assert run(latent, roomy, Options(device="cpu", batch_size=4, one_at_a_time=True)) == together

@@ -69,7 +69,6 @@ def test_the_number_asked_for_is_that_of_the_name(tasks: RulerTasks, wide: Path)
     text = AutoTokenizer.from_pretrained(wide).decode(prompt.ids[1:])
     numbers = dict(re.findall(r"The secret number of the (\w+) is (\d+)\.", text))
     asked = re.search(r"\nThe secret number of the (\w+) is$", text)
-    assert asked is not None
     assert len(numbers) == 4
     assert prompt.answers == (numbers[asked[1]],)
 
@@ -86,7 +85,6 @@ def test_variables_are_those_that_the_number_reaches(tasks: RulerTasks, wide: Pa
     prompt = tasks.sample("vt", LENGTH, "0/0")
     text = AutoTokenizer.from_pretrained(wide).decode(prompt.ids[1:])
     value = re.search(r"the value (\d+) are$", text)
-    assert value is not None
     held: dict[str, str] = {}
     for name, given in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", text):
         held[name] = held.get(given, given)  # in the order of the text
@@ -166,7 +164,6 @@ def test_the_same_model_differs_by_nothing_and_the_block_has_every_task(wide: Pa
     found = run(other, other, **asked)
     assert found.tasks == ("niah_single", "vt")
     assert found.lengths == (900,)
-    assert found.difference is not None
     assert found.difference.mean == 0
     assert found.student == found.teacher
     assert run(wide, **asked).difference is None

@@ -1,7 +1,4 @@
-"""Tasks of our own, from files next to the test.
-
-The numbers are the harness's, and what is paired is paired right.
-"""
+"""Tasks of our own, from local files: the numbers are the harness's, and pairs are paired right."""
 
 import json
 import math
@@ -26,9 +23,7 @@ lm_eval: ModuleType = pytest.importorskip("lm_eval", reason="pip install 'kvfold
 
 
 def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
-    """For each document whether the right choice is the likeliest, and whether it is so per byte, by whole
-    forward passes.
-    """
+    """Whether each document's right choice is the likeliest, also per byte, by whole forward passes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -62,11 +57,9 @@ def test_accuracies_are_those_of_whole_forward_passes_paired_by_document(
         metric = found.metrics[name]
         assert metric.student.mean == pytest.approx(np.mean(left))
         assert metric.student == proportion(left)
-        assert metric.teacher is not None
         assert metric.teacher.mean == pytest.approx(np.mean(across))
         assert metric.difference is not None
         assert metric.difference == proportion_difference(left, across)
-        assert metric.flips is not None
         assert metric.flips.right_to_wrong == sum(a > b for a, b in zip(across, left, strict=True))
         assert metric.flips.wrong_to_right == sum(b > a for a, b in zip(across, left, strict=True))
 
@@ -103,13 +96,9 @@ def test_a_group_is_all_its_documents_and_agrees_with_the_harness(
     one, two, both = (found.tasks[name].metrics["acc"] for name in ("kv_one", "kv_two", "kv_both"))
     assert found.tasks["kv_both"].samples == 29
     assert both.student.mean == pytest.approx((24 * one.student.mean + 5 * two.student.mean) / 29)
-    assert one.flips is not None
-    assert two.flips is not None
-    assert both.flips is not None
     assert both.flips.right_to_wrong == one.flips.right_to_wrong + two.flips.right_to_wrong
     primary = [task.metrics[task.primary] for task in found.tasks.values()]
     assert found.average.student == pytest.approx(np.mean([metric.student.mean for metric in primary]))
-    assert found.average.difference is not None
     errors = [metric.difference.standard_error for metric in primary if metric.difference]
     assert found.average.difference.standard_error == pytest.approx(
         math.sqrt(sum(error**2 for error in errors if error)) / 3
