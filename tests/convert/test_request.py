@@ -11,14 +11,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from kvfold.checkpoints import shards
 from kvfold.checkpoints.record import read_record
 from kvfold.convert.cli import main
 from kvfold.convert.request import (
     GQA,
     MLA,
     MQA,
-    SHARD_SIZE,
     FoldRequest,
     fold_request,
     read_config,
@@ -37,16 +35,6 @@ def test_options_are_the_fields() -> None:
     assert options.keys() == FIELDS.keys()
     assert options["engines"].opts[0] == "--engine"
     assert options["kv_budget"].opts[0] == "--kv-budget"
-
-
-def test_targets_have_fields_of_the_request() -> None:
-    own = [set(target.model_fields) for target in (GQA, MQA, MLA)]
-    assert own == [
-        {"kv_heads", "kv_budget"},
-        set(),
-        {"rank", "kv_budget", "rope_dim", "q_lora_rank", "rope", "slots"},
-    ]
-    assert SHARD_SIZE == shards.SHARD_SIZE
 
 
 @pytest.mark.parametrize("request_", [

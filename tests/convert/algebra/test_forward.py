@@ -68,18 +68,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make(tmp_path_factory.mktemp("forward") / "source", request.param, **settings)
 
 
-def test_the_source_is_transformers(made: Path) -> None:
-    source = open_source(made)
-    for layer, (input_BTD, output_BTD) in enumerate(seen(made, source)):
-        table_F, factor = source.frequencies(layer)
-        for attention, scoring in (
-            (source.attention(layer, factor), source.scoring(layer)),
-            (source.attention(layer), source.scoring(layer, factor)),
-        ):
-            ours = attention.to(torch.float32), input_BTD, table_F, scoring.to(torch.float32)
-            check_equal(attend(*ours), output_BTD)
-
-
 @pytest.mark.parametrize(
     ("to", "sizes"), [("gqa", {"kv_heads": 2}), ("mla", {"kv_budget": "50%", "container": "remote"})]
 )

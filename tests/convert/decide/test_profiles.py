@@ -15,7 +15,7 @@ from kvfold.convert.decide.profile_choice import NARROW_COST, choose_profile
 from kvfold.convert.formats.serving_widths import NARROW, PROFILES, SERVING, Profile
 from kvfold.core.errors import InvalidInput
 
-from ...support.folds import WEIGHTS, attempt, failing
+from ...support.folds import QUICK, WEIGHTS, attempt, failing
 from ...support.tiny import make
 
 # A cache of 512: 512+64 saves nothing, 256+64 does. Equal heads have one head's keys and values.
@@ -52,7 +52,7 @@ def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_pat
 def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool, tmp_path: Path) -> None:
     """The budget's widths, on the default table. MLX wants a head of its own."""
     source = make(tmp_path / "source", **GOOD)
-    words = ("--to", "mla", "--kv-budget", "50%", "--engine", engine, *WEIGHTS)
+    words = ("--to", "mla", "--kv-budget", "50%", "--engine", engine, *QUICK)
     code, text = attempt(source, tmp_path / "out", *words)
     assert code == 0, text
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -30,16 +30,21 @@ from ...support.towers import TOWERS, make_multimodal
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TOKENS = 24
+SHORT = ("--sequences", "8", "--length", "48", "--refine", "0")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("made") / request.param, request.param, **SHAPE)
+
+
+def test_attention_is_the_module_s(made: Path) -> None:
     """A row's tensors and properties give the class's output, by the pass that folds are measured with."""
     # Behind so many tokens Llama 4 attends in chunks, and scales queries of layers without rotation.
-    tokens = 7 if family == "llama4_text" else TOKENS
-    source = open_source(make(tmp_path / "source", family, **SHAPE))
+    tokens = 7 if made.name == "llama4_text" else TOKENS
+    source = open_source(made)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "source", attn_implementation="eager", dtype=torch.float32
+        made, attn_implementation="eager", dtype=torch.float32
     ).eval()
     seen: dict[str, Tensor] = {}
     for layer in source.attending:
@@ -62,10 +67,9 @@ def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * max(size, 1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packing_is_undone(tmp_path: Path, family: str) -> None:
+def test_packing_is_undone(made: Path) -> None:
     """Tensors become attention and the same tensors again, bit for bit."""
-    source = open_source(make(tmp_path / "source", family, **SHAPE))
+    source = open_source(made)
     attention, own = source.attention(1), source.shape(1)
     packed = pack(attention, own.family, own.rotary_width)
     norms = {} if "k_norm" in packed or source.family.k_norm is None else {
@@ -186,7 +190,7 @@ def test_statistics_of_a_bounded_source_predict_its_loss(tmp_path: Path) -> None
     """transformers bounds projections in place, and statistics are of what they were before."""
     shape = {**SHAPE, "num_key_value_heads": 4}
     source = make(tmp_path / "source", "olmo", equal_heads=True, **shape, clip_qkv=0.3)
-    code, text = attempt(source, tmp_path / "out", "--to", "mqa", "--verify", "none")
+    code, text = attempt(source, tmp_path / "out", "--to", "mqa", "--verify", "none", *SHORT)
     assert code == 0, text
     assert json.loads((tmp_path / "out/kvfold.json").read_text())["predicted_loss"] < 1e-6
 

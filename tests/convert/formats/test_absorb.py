@@ -8,7 +8,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kvfold
@@ -130,28 +130,6 @@ def test_nothing_of_the_expansions_size_is_made() -> None:
         found.append(largest.elements)
     assert found[0] > 3 * cached
     assert found[1] == cached
-
-
-def test_keys_of_grouped_heads_are_not_repeated() -> None:
-    """A decoding step of stock GQA and MQA classes makes nothing larger than the grown cache."""
-    for groups in (1, 2):
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 8}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_key_value_heads=groups, **sizes)).eval()
-        assert model.config._attn_implementation == "sdpa"
-        for mask in (None, torch.tensor([[0] * 9 + [1] * 92, [1] * 101])):
-            start = None if mask is None else mask[:, :100]
-            with torch.no_grad():
-                cache = model(
-                    input_ids=torch.zeros(2, 100, dtype=torch.long), attention_mask=start
-                ).past_key_values
-                with Largest() as largest:
-                    model(
-                        input_ids=torch.zeros(2, 1, dtype=torch.long),
-                        attention_mask=mask,
-                        past_key_values=cache,
-                    )
-            assert largest.elements == 2 * groups * 101 * 8
 
 
 def test_what_is_saved_and_trained_is_the_stock_model(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.methods.biases import nearest_to_one, without_key_bias, without_value_bias
 from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
-from ...support.folds import FOR_ALL, QUICK, WEIGHTS, WIDE, attempt, failing
+from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, attempt, failing
 from ...support.tiny import ROPE, make
 from ...support.warm_python import warm_python
 
@@ -94,14 +94,7 @@ def test_full_rank_is_the_source(name: str, exact: tuple[Path, dict[str, dict[st
     )
     assert record["engines"] == engines.split(",")
     assert f"--engine {engines}" in record["command"]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_head_stays_tied_where_every_engine_takes_it(
-    name: str, exact: tuple[Path, dict[str, dict[str, Any]]]
-) -> None:
-    """Quantisers of llama.cpp give a head that is the embeddings more bits than embeddings alone."""
-    root, _ = exact
+    # Quantisers of llama.cpp give a head that is the embeddings more bits than embeddings alone.
     is_tied = name.endswith("tied for llama.cpp")
     assert json.loads((root / name / "config.json").read_text())["tie_word_embeddings"] == is_tied
     assert ("lm_head.weight" not in load_file(root / name / "model.safetensors")) == is_tied
@@ -146,12 +139,8 @@ def test_biases_go_into_weights_where_the_input_has_a_constant() -> None:
     torch.manual_seed(0)
     x_BTD = torch.randn(3, 40, 12, dtype=torch.float64)
     x_BTD[..., 5] = 0.7
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_NHD": (4, 8, 12),
-        "k_KHD": (2, 8, 12),
-        "v_KHD": (2, 8, 12),
-        "o_DNH": (12, 4, 8),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"q_NHD": (4, 8, 12), "k_KHD": (2, 8, 12), "v_KHD": (2, 8, 12)}
+    shapes |= {"o_DNH": (12, 4, 8)}
     shapes |= {"q_NH": (4, 8), "k_KH": (2, 8), "v_KH": (2, 8)}
     weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     biased = Attention(**weights, scale=0.3)
@@ -173,21 +162,8 @@ def test_biases_are_folded_by_statistics(tmp_path: Path) -> None:
     """The output has none; what that loses is in the loss that is measured, and a sentence says so."""
     settings = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     source = make(tmp_path / "source", "qwen2", **settings)
-    options = (
-        "--to",
-        "mla",
-        "--rank",
-        "full",
-        "--engine",
-        "sglang",
-        "--length",
-        "32",
-        "--sequences",
-        "6",
-        "--refine",
-        "0",
-    )
-    code, text = attempt(source, tmp_path / "out", *options)
+    options = "--to mla --rank full --engine sglang --length 32 --sequences 6 --refine 0"
+    code, text = attempt(source, tmp_path / "out", *options.split())
     assert code == 0, text
     assert "biases of queries, keys and values go into their weights" in text
     assert "predicted loss" in text
@@ -221,7 +197,9 @@ def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
     biased = any(name.endswith("k_proj.bias") for name in load_file(source / "model.safetensors"))
     options = ("--to", "mla", "--engine", "vllm,sglang", "--container", "stock")
     options += (
-        ("--length", "32", "--sequences", "4", "--refine", "0") if biased and cell.status != "no" else QUICK
+        ("--length", "32", "--sequences", "4", "--refine", "0", "--slots", "uniform", *LINEAR)
+        if biased and cell.status != "no"
+        else QUICK
     )
     code, text = attempt(source, tmp_path / "out", *options)
     assert code == (2 if cell.status == "no" else 0), text

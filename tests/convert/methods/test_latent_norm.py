@@ -25,7 +25,6 @@ from kvfold.convert.methods.latent_norm import (
 )
 from kvfold.convert.methods.length_form import FLOOR, fit_form, fit_root, raised_root
 from kvfold.convert.methods.refinement import LayerSample
-from kvfold.convert.storage.rounded_length import FEW_STEPS, STEPS, LatentCosts
 from kvfold.engines.rules.engine_rules import lint
 
 from ...support.folds import convert as run
@@ -270,43 +269,6 @@ def test_a_length_for_rounding_leaves_closed_forms_alone(
     assert all(torch.equal(tensor, again[name]) for name, tensor in closed[1].items())
 
 
-def test_a_length_is_chosen_again_after_refinement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refinement takes back part of what the first saved. Loss rises hardly, whatever rounding seems to cost."""
-    place = "kvfold.convert.layer.finish"
-    source = make(tmp_path / "source", hidden_size=64, num_key_value_heads=4)
-    seen: list[int] = []
-
-    def folded(name: str, uneven: float) -> dict[str, Tensor]:
-        def root(costs: LatentCosts, share: float, steps: int) -> Tensor:
-            seen.append(steps)
-            rank = costs.unit_XC.shape[1]
-            return torch.diag(torch.logspace(-uneven, uneven, rank, dtype=torch.float64) ** (steps != STEPS))
-
-        monkeypatch.setattr(f"{place}.rounded_root", root)
-        convert(source, tmp_path / name, *FOLD, "--kv-budget", "25%", "--latent-norm", "fitted")
-        return load_file(tmp_path / name / "model.safetensors")
-
-    # Whatever differs from the identity seems to save 1e6 nats.
-    monkeypatch.setattr(
-        f"{place}.rounding_cost", lambda _, root_CC, __: 1e6 * float((root_CC[0, 0] - 1) == 0)
-    )
-    same, near, far = folded("same", 0.0), folded("near", 1e-5), folded("far", 2.0)
-    assert seen[:2] == [STEPS, FEW_STEPS]
-    assert any(not torch.equal(tensor, near[name]) for name, tensor in same.items())
-    assert all(torch.equal(tensor, far[name]) for name, tensor in same.items())
-
-
-def test_a_fitted_output_for_engines(tmp_path: Path) -> None:
-    """In the widths of other engines: what is zero in the latent takes no part, but counts in the mean."""
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    source = make(tmp_path / "source", hidden_size=64, **sizes)
-    arguments = (*FOLD, "--engine", "vllm", "--rank", "48", "--latent-norm", "fitted")
-    convert(source, tmp_path / "out", *arguments)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (256, 64)
-    assert not [one for one in lint(tmp_path / "out", ["transformers", "vllm"]) if one.fails]
-
-
 def test_the_default_is_a_real_norm_and_a_linear_one_is_warned_of(tmp_path: Path) -> None:
     source = make(tmp_path / "source", dtype=torch.float16)
     for norm in ("auto", "linear"):
@@ -325,11 +287,15 @@ def test_the_default_is_a_real_norm_and_a_linear_one_is_warned_of(tmp_path: Path
     ("--to gqa --kv-heads 2 --latent-norm fitted", "applies only to latent attention"),
     ("--to mla --kv-budget 25% --container remote --latent-norm linear", "applies only to latent"),
     ("--to mla --rank full --dtype float16", "--rank full"),
+    ("--to mla --kv-budget 25% --latent-norm linear --dtype float16",
+     "has a scale that --dtype float16 cannot hold"),
+    ("--to mla --kv-budget 25% --rope intact --latent-norm fitted", "applies only to latent attention with a norm"),
 ])  # fmt: skip
 def test_a_norm_that_cannot_be_had(tmp_path: Path, arguments: str, words: str) -> None:
     result = run(make(tmp_path / "source"), *arguments.split())
     assert result.exit_code == 2
     assert words in result.output
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_full_rank_keeps_a_linear_norm(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvfold.convert.settle import rates
 from ...support.folds import convert
 from ...support.tiny import make
 
-WORDS = (
+WORDS = [
     "--to",
     "mla",
     "--rank",
@@ -25,7 +25,7 @@ WORDS = (
     "4",
     "--refine",
     "3",
-)
+]
 
 
 def test_layers_in_between_take_the_smaller_rate_of_the_two_around_them(

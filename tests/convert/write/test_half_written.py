@@ -124,7 +124,10 @@ def test_other_options_are_refused_before_statistics_are_taken(
 ) -> None:
     """They take hours for a large model; the same options resume, and take the same statistics."""
     source, out, whole = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", tmp_path / "whole"
-    words = [str(source), "--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4"]
+    words = [
+        str(source),
+        *["--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4", "--refine", "0"],
+    ]
     kill_after_two_layers(*words, "--out", str(out))
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "study", lambda *args, **options: pytest.fail("statistics were taken"))

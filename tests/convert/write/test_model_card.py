@@ -217,14 +217,16 @@ def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> N
     record |= {
         "command": "kvfold convert /home/me/a/ --to mla --calibration '/home/me/my text.txt' --seed 0",
         "source": {**record["source"], "name": "org/base", "path": "/home/me/a", "revision": "0" * 40},
-        "distill": {"recipe": {"student": "/home/me/out/a-mla", "data": {"source": ["self", "/home/me/t"]}}},
+        "distill": {
+            "recipe": {"student": "/home/me/out/a-mla", "data": {"source": ["self", "self+/home/me/t"]}}
+        },
         "quantize": {"command": "kvfold quantize out/a --scheme int4 --out /home/me/q", "scheme": "int4"},
     }
     text = make_card(outputs["stock"], record, "tiny", "org/tiny").text
     assert "/home" not in text
     assert "$ kvfold convert org/base --to mla --calibration 'my text.txt' --seed 0\n" in text
     assert "$ kvfold quantize out/a --scheme int4 --out q\n" in text
-    assert "student: a-mla\ndata:\n  source:\n  - self\n  - t\n" in text
+    assert "student: a-mla\ndata:\n  source:\n  - self\n  - self+t\n" in text
 
 
 @pytest.mark.parametrize(("student", "output", "names"), [
@@ -341,8 +343,3 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
     assert found.ppl.student.perplexity == found.ppl.teacher.perplexity
     assert found.cache.student.elements_per_token_per_layer == 256
     assert found.fidelity.kl.mean == pytest.approx(0, abs=1e-6)
-
-
-def test_a_text_next_to_the_sources_own_is_named_without_its_place() -> None:
-    record = {"source": {"path": "/data/source"}}
-    assert card_body._named(["self+/data/texts/a.txt", "self"], record, "x") == ["self+a.txt", "self"]

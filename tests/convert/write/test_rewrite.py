@@ -75,17 +75,6 @@ def test_shards_hold_the_same_tensors_as_one_file(tmp_path: Path) -> None:
             assert all(index["weight_map"][name] == file for name in set(shard.keys()))
 
 
-def test_float16_becomes_bfloat16_for_a_linear_norm_only(tmp_path: Path) -> None:
-    source = make(tmp_path / "source", dtype=torch.float16)
-    result = convert(source, *MLA, "--latent-norm", "linear", out=tmp_path / "linear")
-    assert "float16 cannot hold" in result.stderr
-    assert {t.dtype for t in weights(tmp_path / "linear").values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "linear" / "config.json").read_text())["dtype"] == "bfloat16"
-    for name, options in (("mla", MLA), ("gqa", GQA)):
-        assert convert(source, *options, out=tmp_path / name).exit_code == 0
-        assert {t.dtype for t in weights(tmp_path / name).values()} == {torch.float16}
-
-
 def test_each_tensor_is_read_once_and_one_layer_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
