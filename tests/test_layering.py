@@ -138,19 +138,8 @@ def test_files_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("command", [
-    "",
-    "convert",
-    "distill",
-    "eval",
-    "verify",
-    "publish",
-    "demo",
-    "families",
-    "engines",
-    "plan",
-    "report",
-    "migrate",
-    "quantize",
+    "", "convert", "distill", "eval", "verify", "publish", "demo", "families", "engines", "plan", "report",
+    "migrate", "quantize",
 ])  # fmt: skip
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [*command.split(), "--help"]

@@ -15,12 +15,9 @@ from benchmarks.differences import compare
 from benchmarks.same_bytes import Row
 
 RECORD: dict[str, Any] = {
-    "kvfold": "0.1.0",
-    "command": "kvfold convert /one/source --to mla --rank 8",
-    "source": {"path": "/one/source"},
-    "notices": ["a sentence"],
-    "layers": [{"measured": 0.5}],
-}
+    "kvfold": "0.1.0", "command": "kvfold convert /one/source --to mla --rank 8",
+    "source": {"path": "/one/source"}, "notices": ["a sentence"], "layers": [{"measured": 0.5}],
+}  # fmt: skip
 # A package in place of kvfold: `python -m kvfold NUMBER` writes one weight file, and fails at 0.
 PACKAGE = """\
 import sys
@@ -35,11 +32,9 @@ Path("model.safetensors").write_text(str(grow(number)))
 def write(folder: Path, **changes: Any) -> Path:
     """Write what a fold may write; `changes` are keys of kvfold.json, or texts of files by their stems."""
     texts = {
-        "model.safetensors": "weights",
-        "config.json": "{}",
-        "layers_kvfold.py": "code",
+        "model.safetensors": "weights", "config.json": "{}", "layers_kvfold.py": "code",
         "README.md": "card",
-    }
+    }  # fmt: skip
     texts |= {name: changes.pop(Path(name).stem) for name in texts if Path(name).stem in changes}
     folder.mkdir()
     for name, text in {**texts, "kvfold.json": json.dumps({**RECORD, **changes})}.items():
@@ -80,11 +75,9 @@ def test_saved_statistics_may_name_their_run(tmp_path: Path) -> None:
     """Their numbers and all else that they say must be the same."""
     tensors, about = {"0.x": torch.ones(2)}, {"schema": 3, "seed": 0}
     files = {
-        "one": (tensors, about),
-        "named": (tensors, {**about, "run": "abc"}),
-        "seeded": (tensors, {**about, "seed": 1}),
-        "changed": ({"0.x": torch.zeros(2)}, about),
-    }
+        "one": (tensors, about), "named": (tensors, {**about, "run": "abc"}),
+        "seeded": (tensors, {**about, "seed": 1}), "changed": ({"0.x": torch.zeros(2)}, about),
+    }  # fmt: skip
     for name, (values, said) in files.items():
         (tmp_path / name).mkdir()
         save_file(values, tmp_path / name / "s.safetensors", {"kvfold.statistics": json.dumps(said)})
@@ -122,16 +115,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / "kvfold" / "__main__.py").write_text(PACKAGE.format(module=module))
         git(root, "add", "--all")
         git(
-            root,
-            "-c",
-            "user.name=t",
-            "-c",
-            "user.email=t@localhost",
-            "commit",
-            "--quiet",
-            "--message",
+            root, "-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "--quiet", "--message",
             module,
-        )
+        )  # fmt: skip
     return root
 
 

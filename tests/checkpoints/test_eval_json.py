@@ -81,9 +81,7 @@ def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
     ("schema", 1, "not a report of schema 2 .its schema is 1.; move it away and measure again: kvfold eval"),
     ("checkpoint.path", str(REPORTS), "was measured on"),
 ])  # fmt: skip
-def test_a_damaged_report_is_refused_in_one_sentence(
-    tmp_path: Path, place: str, value: Any, words: str
-) -> None:
+def test_damaged_reports_are_one_sentence(tmp_path: Path, place: str, value: Any, words: str) -> None:
     content = stored()
     *above, last = place.split(".")
     inner = content

@@ -43,7 +43,5 @@ def test_names_in_a_sentence_stay_on_its_line(tmp_path: Path) -> None:
 def test_a_file_in_gguf_is_called_that(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
-    with pytest.raises(
-        InvalidInput, match="is a GGUF file, and kvfold reads safetensors; give the directory"
-    ):
+    with pytest.raises(InvalidInput, match=r"is a GGUF file, .* reads safetensors; give the directory"):
         resolve(str(file))

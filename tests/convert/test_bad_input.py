@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from kvfold.checkpoints.shards import INDEX
 from kvfold.convert.calibration import study
-from kvfold.convert.cli import main
 
+from ..support.commands import run_main
 from ..support.folds import MLA, convert
 from ..support.tiny import make
 
@@ -179,8 +178,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(source: Path, options: tuple[str, ...] | list[str]) -> str:
     """Run a command that is refused, and return what it says."""
     kept = sorted(source.parent.iterdir())
-    result = CliRunner().invoke(main, [str(source), *options, "--out", str(source.with_name("out"))])
-    assert result.exit_code == 2, result.output
+    result = run_main("convert", source, *options, "--out", source.with_name("out"), code=2)
     assert "Traceback" not in result.output
     assert sorted(source.parent.iterdir()) == kept
     return result.output
@@ -257,9 +255,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         (source / "inner", "is inside the source"),
         (Path("/proc/out"), "cannot write /proc/out"),
     ):  # fmt: skip
-        result = CliRunner().invoke(main, [str(source), *MLA, "--out", str(out)])
-        assert result.exit_code == 2, out
-        assert sentence in result.output
+        assert sentence in run_main("convert", source, *MLA, "--out", out, code=2).output
 
 
 def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are_taken(
@@ -279,17 +275,14 @@ def test_a_place_that_nothing_can_be_written_to_is_refused_before_statistics_are
         (("--out", str(free), "--save-statistics", "/proc/s.safetensors"),
          "cannot write /proc/s.safetensors"),
     ):  # fmt: skip
-        result = CliRunner().invoke(main, [*words, *more])
-        assert result.exit_code == 2, result.output
-        assert sentence in result.output
+        assert sentence in run_main("convert", *words, *more, code=2).output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "source"]
 
 
 def test_a_converted_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     assert convert(source, "--to", "mqa", "--calibration", "none").exit_code == 0
-    again = convert(tmp_path / "out", "--to", "mqa", out=tmp_path / "again")
-    assert again.exit_code == 2
+    again = convert(tmp_path / "out", "--to", "mqa", out=tmp_path / "again", code=2)
     assert "already folded by kvfold" in again.output
 
 
@@ -301,9 +294,7 @@ def test_things_that_are_no_model(tmp_path: Path) -> None:
         ("./nowhere", "is not a directory, and not a Hub id"),
         ("no such model", "is not a directory, and not a Hub id"),
     ):
-        result = CliRunner().invoke(main, [model, *MLA])
-        assert result.exit_code == 2
-        assert sentence in result.output
+        assert sentence in run_main("convert", model, *MLA, code=2).output
 
 
 def test_no_more_slots_than_rotate(tmp_path: Path) -> None:

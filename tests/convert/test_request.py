@@ -9,21 +9,13 @@ from typing import Any
 import click
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from kvfold.checkpoints.record import read_record
 from kvfold.convert.cli import main
-from kvfold.convert.request import (
-    GQA,
-    MLA,
-    MQA,
-    FoldRequest,
-    fold_request,
-    read_config,
-    request_of,
-)
+from kvfold.convert.request import GQA, MLA, MQA, FoldRequest, fold_request, read_config, request_of
 from kvfold.core.errors import InvalidInput
 
+from ..support.commands import run_main
 from ..support.tiny import make, same_bytes
 
 OF_THE_COMMAND = {"config", "dry_run", "as_json"}
@@ -102,8 +94,7 @@ def test_a_mistake_is_one_sentence(values: dict[str, Any], sentence: str, tmp_pa
     assert "\n" not in str(caught.value)
     file = tmp_path / "request.json"
     file.write_text(json.dumps(values))
-    result = CliRunner().invoke(main, ["--config", str(file)])
-    assert result.exit_code == 2
+    result = run_main("convert", "--config", file, code=2)
     assert sentence in result.output
     assert "request.json: " in result.output
 
@@ -126,15 +117,12 @@ def test_a_file_may_name_engines_as_the_option_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("--out", ""), ("--out=",)])
 def test_an_empty_output_is_not_this_directory(words: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(main, ["m", "--to", "mqa", *words])
-    assert result.exit_code == 2
+    result = run_main("convert", "m", "--to", "mqa", *words, code=2)
     assert "--out is empty; give it a value, or leave it out" in result.output
 
 
 def test_an_empty_argument_behind_a_flag_is_not_the_flags() -> None:
-    result = CliRunner().invoke(main, ["m", "--to", "mqa", "--dry-run", ""])
-    assert result.exit_code == 2
-    assert "an argument is empty" in result.output
+    assert "an argument is empty" in run_main("convert", "m", "--to", "mqa", "--dry-run", "", code=2).output
 
 
 @pytest.mark.parametrize(("content", "sentence"), [
@@ -147,16 +135,12 @@ def test_a_file_that_is_none(content: str | None, sentence: str, tmp_path: Path)
     file = tmp_path / "request.yaml"
     if content is not None:
         file.write_text(content)
-    result = CliRunner().invoke(main, ["--config", str(file)])
-    assert result.exit_code == 2
-    assert sentence in result.output
+    assert sentence in run_main("convert", "--config", file, code=2).output
 
 
 @pytest.mark.parametrize(("words", "missing"), [(("--to", "mqa"), "MODEL"), (("m",), "--to")])
 def test_what_is_missing_on_the_command_line(words: tuple[str, ...], missing: str) -> None:
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 2
-    assert f"{missing} is missing: " in result.output
+    assert f"{missing} is missing: " in run_main("convert", *words, code=2).output
 
 
 def test_a_file_gives_what_options_give(tmp_path: Path) -> None:
@@ -168,8 +152,7 @@ def test_a_file_gives_what_options_give(tmp_path: Path) -> None:
         ([*by_options, "--out", str(tmp_path / "options")], "options"),
         (["--config", str(file), "--kv-heads", "2", "--out", str(tmp_path / "file")], "file"),
     ):
-        result = CliRunner().invoke(main, words)
-        assert result.exit_code == 0, result.output
+        run_main("convert", *words)
         record = read_record(tmp_path / name)
         asked = {"model": str(source), "to": "gqa", "kv_heads": 2, "calibration": "none", "method": "mean"}
         assert record["request"] == asked
@@ -204,12 +187,11 @@ def test_a_record_without_a_request_is_read(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_first_line_says_what_will_be_done(
+def test_the_first_line_says_what_is_done(
     tmp_path: Path, words: tuple[str, ...], parts: tuple[str, str]
 ) -> None:
     source = make(tmp_path / "source")
-    result = CliRunner().invoke(main, [str(source), *words, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
+    result = run_main("convert", source, *words, "--out", tmp_path / "out")
     first = result.stderr.splitlines()[0]
     assert all(part in first for part in parts), first
     assert re.search(r"; about \d+ s \(.*\) and \d+ MB of memory$", first)

@@ -1,6 +1,5 @@
 """Behaviour that all commands share."""
 
-import gc
 import json
 import os
 import signal
@@ -11,22 +10,12 @@ from pathlib import Path
 
 import click
 import pytest
-import torch
 from click.testing import CliRunner
 
 from kvfold.cli import main as kvfold
 from kvfold.core import console
-from kvfold.core.console import Command, calling, listening, loading, notice
+from kvfold.core.console import Command, calling, listening, notice
 from kvfold.core.errors import InvalidInput, renamed
-
-
-def test_loading_leaves_others_alone() -> None:
-    """With torch imported already, nothing is kept from the garbage collector."""
-    assert torch.__name__ in sys.modules
-    before = gc.get_freeze_count()
-    with loading():
-        assert gc.isenabled()
-    assert gc.get_freeze_count() == before
 
 
 def test_options_get_other_names_outside_of_commands() -> None:
@@ -86,19 +75,8 @@ def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentenc
 
 def test_the_last_of_several_values_counts(tmp_path: Path) -> None:
     """Scripts append options to replace earlier ones."""
-    words = [
-        "convert",
-        "recipes/demo",
-        "--to",
-        "mqa",
-        "--to",
-        "gqa",
-        "--kv-heads",
-        "2",
-        "--dry-run",
-        "--json",
-    ]
-    done = CliRunner().invoke(kvfold, [*words, "--out", str(tmp_path / "out")])
+    words = "convert recipes/demo --to mqa --to gqa --kv-heads 2 --dry-run --json --out"
+    done = CliRunner().invoke(kvfold, [*words.split(), str(tmp_path / "out")])
     assert json.loads(done.stdout)["target"]["name"] == "gqa"
 
 
@@ -210,9 +188,7 @@ def test_a_full_stdout_is_named(words: str) -> None:
     ({"WORLD_SIZE": "1", "RANK": "0"}, None),
 ])  # fmt: skip
 @pytest.mark.parametrize("words", ["families --json", "convert a --to mqa", "distill a", "eval a"])
-def test_half_of_a_launchers_variables_is_one_sentence(
-    words: str, variables: dict[str, str], sentence: str | None
-) -> None:
+def test_half_of_a_launchers_variables(words: str, variables: dict[str, str], sentence: str | None) -> None:
     done = CliRunner(env=variables).invoke(kvfold, words.split())
     if sentence is None:
         assert "the environment has" not in done.stderr
@@ -222,26 +198,8 @@ def test_half_of_a_launchers_variables_is_one_sentence(
 
 
 def test_help_is_shown_where_a_list_is_given_twice() -> None:
-    done = CliRunner().invoke(
-        kvfold, ["eval", "recipes/demo", "--suite", "ppl", "--suite", "cache", "--help"]
-    )
+    done = CliRunner().invoke(kvfold, "eval recipes/demo --suite ppl --suite cache --help")
     assert (done.exit_code, done.stdout.startswith("Usage:")) == (0, True)
-
-
-def test_loading_in_a_command() -> None:
-    """What is imported is set aside, and the collector runs again, also after a failed import."""
-    code = (
-        "import gc\n"
-        "from kvfold.core.console import loading\n"
-        "try:\n"
-        "    with loading():\n"
-        "        assert not gc.isenabled()\n"
-        "        import kvfold.nothing\n"
-        "except ImportError:\n"
-        "    print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
 
 
 ENDING = """

@@ -118,13 +118,10 @@ def test_files(tmp_path: Path) -> None:
     assert read_json(tmp_path / "link") == {"a": 1}
     os.mkfifo(tmp_path / "fifo")
     refused: dict[Path, str] = {
-        tmp_path: "is not a regular file",
-        tmp_path / "fifo": "is not a regular file",
-        Path("/dev/zero"): "is not a regular file",
-        tmp_path / "none": "cannot be read: No such file",
-        tmp_path / "null\0": "cannot be read",
-        tmp_path / ("x" * 300): "cannot be read: File name too long",
-    }
+        tmp_path: "is not a regular file", tmp_path / "fifo": "is not a regular file",
+        Path("/dev/zero"): "is not a regular file", tmp_path / "none": "cannot be read: No such file",
+        tmp_path / "null\0": "cannot be read", tmp_path / ("x" * 300): "cannot be read: File name too long",
+    }  # fmt: skip
     for path, sentence in refused.items():
         for read in (read_json, read_yaml):
             with pytest.raises(InvalidInput, match=sentence):

@@ -102,15 +102,10 @@ def make_recipe(student: Path, text: Path, tmp_path: Path) -> MakeRecipe:
     def make(**changes: Any) -> Recipe:
         stage = {"name": "kl", "tokens": 1920, "lr": 1e-2, "batch_tokens": 192, "micro_batch": 4}
         content = {
-            "schema": 1,
-            "student": str(student),
-            "output": str(tmp_path / "out"),
-            "data": {"source": str(text), "seq_len": 32},
-            "stages": [stage],
-            "log_every": 1,
-            "precision": "fp32",
-            "device": "cpu",
-        }
+            "schema": 1, "student": str(student), "output": str(tmp_path / "out"),
+            "data": {"source": str(text), "seq_len": 32}, "stages": [stage], "log_every": 1,
+            "precision": "fp32", "device": "cpu",
+        }  # fmt: skip
         top = set(Recipe.model_fields)
         stage.update({key: value for key, value in changes.items() if key not in top})
         return Recipe.model_validate(content | {key: value for key, value in changes.items() if key in top})

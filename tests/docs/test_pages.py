@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 import kvfold
 from kvfold.cli import main
 from kvfold.convert.request import read_config
 from kvfold.distill.recipe.recipe_file import as_recipe
 
+from ..support.commands import run_main
 from ..support.shown_code import PAGES, ROOT, Block, all_blocks, check_words, kvfold_words
 
 SHORTER = {
@@ -42,8 +42,7 @@ def run(block: Block, command: str, shown: list[str], is_verified: bool) -> None
         extra = []
     if words[0] == "verify" and is_verified:
         extra = ["--lint"]  # starting engines takes long, and a page more shows nothing new
-    result = CliRunner().invoke(main, [*words, *extra])
-    assert result.exit_code == 0, (block.page, words, result.output)
+    result = run_main(*words, *extra)
     if block.compared:
         compare(shown, result.output, f"{block.page}: {command}")
 
@@ -181,8 +180,7 @@ def test_files_that_the_code_names_are_there() -> None:
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
     read = as_recipe(recipe)
     assert read.stages
-    result = CliRunner().invoke(main, ["distill", "explain", str(recipe)])
-    assert result.exit_code == 0, result.output
+    run_main("distill", "explain", recipe)
 
 
 def test_demo_checkpoint_is_small_and_as_described() -> None:

@@ -19,7 +19,8 @@ from kvfold.engines.rules.evidence import CLASSES
 from kvfold.engines.rules.output_kinds import HARDWARE, LAYOUTS, OUTPUTS, PAIRS, UNKNOWN, takes_any_width
 from kvfold.engines.rules.rule_types import FAILING, Written, open_written
 
-from ..support.folds import LINEAR, WEIGHTS, WIDE, attempt
+from ..support.commands import run_main
+from ..support.folds import LINEAR, WEIGHTS, WIDE, attempt, convert
 from ..support.tiny import make
 
 
@@ -92,9 +93,10 @@ def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
 
 def test_a_fold_for_no_engine_says_which_engines_run_it(tmp_path: Path) -> None:
     source = make(tmp_path / "source", **WIDE)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform",
-                         "--rope", "decoupled", "--container", "stock", *WEIGHTS)  # fmt: skip
-    assert code == 0, text
+    text = convert(
+        source, "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform", "--rope", "decoupled",
+        "--container", "stock", *WEIGHTS, out=tmp_path / "out", code=0,
+    ).output  # fmt: skip
     told = next(line for line in text.splitlines() if "load the output in" in line)
     running, others = told.partition("load the output in ")[2].split("; others would not run it right: ")
     assert others.endswith("; for one of them, fold to GQA or name it with --engine")
@@ -144,8 +146,7 @@ def test_the_command_prints_what_the_docs_hold() -> None:
     assert markdown() in docs
     assert runs_table() in docs
     assert runs_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    result = CliRunner().invoke(main, ["engines", "--json"])
-    assert result.exit_code == 0, result.output
+    result = run_main("engines", "--json")
     found = json.loads(result.stdout)
     assert found == json.loads(json.dumps(engine_table()))
     assert len(found["pairs"]) == len(PAIRS)

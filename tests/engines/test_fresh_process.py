@@ -23,12 +23,9 @@ OWN = {
     "leads": [[1.0, 1.0], [1.0, 0.5 * NEAR]],
 }
 SEEN = {
-    "version": "1",
-    "dtype": "float32",
-    "log_probs": OWN["log_probs"],
-    "tokens": OWN["tokens"],
+    "version": "1", "dtype": "float32", "log_probs": OWN["log_probs"], "tokens": OWN["tokens"],
     "cache": [40.0, 40.0],
-}
+}  # fmt: skip
 
 
 def checks(claimed: int | None = 40, **changes: Any) -> dict[str, bool | None]:
@@ -64,11 +61,8 @@ def test_numbers_of_both_comparisons() -> None:
     _, numbers = compare_served(SEEN, {"own": OWN, "source": source}, 40)
     assert numbers["own"] == {"max_difference": 0, "mean_difference": 0, "same_tokens": 4, "tokens": 4}
     assert numbers["source"] == {
-        "max_difference": 0.5,
-        "mean_difference": 0.125,
-        "same_tokens": 2,
-        "tokens": 4,
-    }
+        "max_difference": 0.5, "mean_difference": 0.125, "same_tokens": 2, "tokens": 4,
+    }  # fmt: skip
     assert numbers["cache"] == 40
 
 
@@ -100,14 +94,9 @@ def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     """By the last line that it said."""
     asked = {
-        "source": None,
-        "sequences": 1,
-        "length": 8,
-        "seed": 0,
-        "answers": False,
-        "trust": False,
+        "source": None, "sequences": 1, "length": 8, "seed": 0, "answers": False, "trust": False,
         "dtype": "float32",
-    }
+    }  # fmt: skip
     failed = run_apart("probe.py", {**asked, "directory": str(tmp_path)})
     assert "the run ended with" in failed["failed"]
 

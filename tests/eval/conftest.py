@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
-from kvfold.eval.cli import main
 from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
 
+from ..support.commands import run_main
 from ..support.tokenizers import save_tokenizer
 
 Make = Callable[..., Path]
@@ -31,20 +31,10 @@ SHAPE = {
 }
 # The dense DeepSeek-V3 that MLA checkpoints are written as.
 LATENT = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 48,
-    "num_nextn_predict_layers": 0,
-}
+    "q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 48, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +66,9 @@ def other(make: Make) -> Path:
     return make(seed=1)
 
 
-def run(*arguments: str | Path) -> Result:
-    """Run `kvfold eval`."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+def run(*arguments: str | Path, code: int | None = None) -> Result:
+    """Run `kvfold eval`, which must end with `code` if that is given."""
+    return run_main("eval", *arguments, code=code)
 
 
 @pytest.fixture(scope="session")
@@ -124,9 +114,7 @@ metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric
 @pytest.fixture
 def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tasks `kv_one`, `kv_two`, their group, and `pages` (WikiText-2 on `pages.json`), and no others."""
-    lm_eval_tasks = pytest.importorskip(
-        "lm_eval.tasks", reason="pip install 'kvfold[eval]' for the suite tasks"
-    )
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason="pip install 'kvfold[eval]' for tasks")
     manager = lm_eval_tasks.TaskManager
     monkeypatch.setattr(
         lm_eval_tasks, "TaskManager", lambda **given: manager(**given | {"include_defaults": False})

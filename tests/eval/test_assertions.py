@@ -34,12 +34,8 @@ REPORT = {
 
 
 @pytest.mark.parametrize("text", [
-    "ppl.student.window_nll.1<3",
-    "ppl.student.perplexity<=2.5",
-    "suites.ppl.student.perplexity>2",
-    "ppl.student.window_nll.0 >= 1",
-    "ppl.student.perplexity==2.5",
-    "schema == 2",
+    "ppl.student.window_nll.1<3", "ppl.student.perplexity<=2.5", "suites.ppl.student.perplexity>2",
+    "ppl.student.window_nll.0 >= 1", "ppl.student.perplexity==2.5", "schema == 2",
 ])  # fmt: skip
 def test_what_holds_is_silent(text: str) -> None:
     check([parse(text, DEFAULT)], REPORT)

@@ -102,9 +102,7 @@ def test_cuda_is_refused_where_there_is_none(mha: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("changes", [{"last": "fin"}, {"bos": None, "vocab_size": 257}])
-def test_another_tokenizer_is_no_teacher(
-    make: Make, mha: Path, text: Text, changes: dict[str, object]
-) -> None:
+def test_other_tokenizers_cannot_teach(make: Make, mha: Path, text: Text, changes: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="have different tokenizers"):
         evaluate(mha, make(**changes), text, CPU)
 

@@ -21,6 +21,7 @@ from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded, load
 from kvfold.texts.corpus import Text
 
+from ..support.commands import run_main
 from ..support.tokenizers import save_tokenizer
 from .conftest import SHAPE, Make
 
@@ -149,9 +150,7 @@ def test_a_teachers_cache_of_something_else_is_refused(
         (mha, {}, "teacher"),
         (other, {"dtype": "bfloat16"}, r"dtype \('float32', not 'bfloat16'\)"),
     ):
-        with pytest.raises(
-            InvalidInput, match=f"--teacher-cache {states} was made with another {differing}; name another"
-        ):
+        with pytest.raises(InvalidInput, match=rf"--teacher-cache {states} was .* {differing}; name another"):
             evaluate(mha, teacher, text, Options(**WINDOW | changes, teacher_cache=states), suites=SCORED)
     (tmp_path / "mine.txt").write_text("mine")
     for place in (tmp_path, tmp_path / "mine.txt"):
@@ -212,8 +211,7 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
     file.write_text(text.joined)
     arguments = f"{half} --text {file} --device cpu --window 32 --batch-size 4 --json".split()
     places = ["--device-map", "auto", "--cpu-memory", "90KB", "--offload-dir", str(tmp_path / "weights")]
-    spread = CliRunner().invoke(main, [*arguments, *places])
-    assert spread.exit_code == 0, spread.output
+    spread = run_main("eval", *arguments, *places)
     assert json.loads(spread.stdout) == json.loads(CliRunner().invoke(main, arguments).stdout)
 
 
@@ -225,7 +223,5 @@ def test_python_takes_memory_as_a_text() -> None:
 
 def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        InvalidInput, match="--device-map auto uses all devices in one process; start kvfold without a"
-    ):
+    with pytest.raises(InvalidInput, match=r"--device-map auto uses all devices in one process; .* without"):
         EvalRequest.read({"model": "fold", "text": "stdlib", "device_map": "auto"})

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from kvfold.cli import main
 
+from ..support.commands import run_main
 from ..support.tiny import make
 
 GQA = ("--to", "gqa", "--kv-heads", "2")
@@ -57,8 +58,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("originals")
     source = make(root / "source")
     (source / "README.md").write_text("---\nlicense: mit\n---\n# tiny\n")
-    done = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, "--out", str(root / "fold")])
-    assert done.exit_code == 0, done.output
+    run_main("convert", source, *WEIGHTS, "--out", root / "fold")
     return root
 
 

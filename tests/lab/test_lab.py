@@ -16,6 +16,7 @@ from kvfold.lab.cli import main
 from kvfold.lab.reference import MultiHeadAttention, MultiHeadLatentAttention, TokenCache, costs
 from kvfold.lab.reference.trials import distances, run
 
+from ..support.commands import run_main
 from ..support.reference_modules import attention, latent_layer
 from ..support.tiny import make
 
@@ -110,28 +111,6 @@ def test_latent_queries_are_linear_in_the_input() -> None:
     assert one.cache_bytes(10, "float32") == one.cache_bytes(10**6, "float32") == 4 * 5 * 4 * (8 + 1)
 
 
-def test_documented_shapes() -> None:
-    """d_model 512 with 8 heads, and the small MLA of d_model 1024 with 46 heads."""
-    assert [costs.multi_head(512, 8, n).total for n in (8, 1, 4)] == [1_048_576, 589_824, 786_432]
-    mha = costs.multi_head(512, 8)
-    assert [costs.multi_head(512, 8, n).cache / mha.cache for n in (4, 2, 1)] == [0.5, 0.25, 0.125]
-    for rank, rope in ((256, 32), (512, 0)):
-        assert costs.latent(512, 8, rank, nope=64, rope=rope, value=64).cache / mha.cache == (rank + rope) / (
-            2 * 8 * 64
-        )
-    small = costs.latent(1024, 46, 128, 384, nope=32, rope=64, value=32)
-    assert small.parameters == {
-        "W_DQ": 1024 * 384,
-        "W_UQ, W_QR": 384 * 46 * (32 + 64),
-        "W_DKV": 1024 * 128,
-        "W_KR": 1024 * 64,
-        "W_UK": 128 * 46 * 32,
-        "W_UV": 128 * 46 * 32,
-        "W_O": 46 * 32 * 1024,
-    }
-    assert (small.total, small.cache) == (4_169_728, 192)
-
-
 def test_distances_are_distances() -> None:
     source, other, x = mha().double(), mha().double(), torch.randn(2, 9, 32, dtype=torch.float64)
 
@@ -177,14 +156,11 @@ def test_model_with_norms(tmp_path: Path) -> None:
     """Its costs can be had; it cannot be measured by modules without norms."""
     model = str(make(tmp_path / "qwen3", "qwen3"))
     assert {row["name"] for row in invoke(model)["variants"]} >= {"MQA", "MLA"}
-    result = CliRunner().invoke(main, [model, "--measure"])
-    assert result.exit_code == 2
-    assert "query or key norms" in result.output
+    assert "query or key norms" in run_main("lab", model, "--measure", code=2).output
 
 
 def invoke(*words: str) -> Any:
-    result = CliRunner().invoke(main, [*words, "--json"])
-    assert result.exit_code == 0, result.output
+    result = run_main("lab", *words, "--json")
     return json.loads(result.stdout)
 
 
@@ -215,10 +191,7 @@ def test_command_on_a_model() -> None:
 
 
 def test_tables() -> None:
-    result = CliRunner().invoke(
-        main, ["--d-model", "32", "--heads", "2", "--measure", "--measure-lengths", "8"]
-    )
-    assert result.exit_code == 0, result.output
+    result = run_main("lab", "--d-model", "32", "--heads", "2", "--measure", "--measure-lengths", "8")
     for title in (
         "parameters of a layer",
         "KV cache, bfloat16",
@@ -241,9 +214,7 @@ def test_plot(tmp_path: Path) -> None:
     tree = ElementTree.parse(file)
     groups = [group.attrib.get("id", "") for group in tree.iter("{http://www.w3.org/2000/svg}g")]
     assert sum(group.startswith("axes_") for group in groups) == 4  # three of formulas, one of times
-    again = CliRunner().invoke(main, [*words, "--plot", str(file)])
-    assert again.exit_code == 2
-    assert "nothing is overwritten" in again.output
+    assert "nothing is overwritten" in run_main("lab", *words, "--plot", file, code=2).output
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -257,7 +228,6 @@ def test_plot(tmp_path: Path) -> None:
     ([str(DEMO), "--heads", "4"], "--heads would contradict the shape of MODEL"),
 ])  # fmt: skip
 def test_mistakes(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 2
+    result = run_main("lab", *words, code=2)
     assert message in result.output
     assert "Traceback" not in result.output

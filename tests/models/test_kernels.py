@@ -93,9 +93,7 @@ def test_one_operation_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
      "RuntimeError: out of resource"),
     (lambda *given: kernels.plain(*given) * 1.1, "differs from plain products by 1.0e-01"),
 ])  # fmt: skip
-def test_plain_products_serve_where_the_kernel_fails(
-    kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_products_without_a_kernel(kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once tried, it is not tried again; one warning says why."""
     tried = []
 

@@ -103,12 +103,8 @@ def phases(layer: Layer, draw: torch.Generator) -> Layer:
 
 
 WAYS: dict[str, Way] = {
-    "channels": channels,
-    "few channels": few_channels,
-    "heads": heads,
-    "values": values,
-    "phases": phases,
-}
+    "channels": channels, "few channels": few_channels, "heads": heads, "values": values, "phases": phases,
+}  # fmt: skip
 
 
 def rewrite_source(source: Path, out: Path, way: Way, *, dtype: torch.dtype = torch.float32) -> Path:

@@ -16,18 +16,10 @@ ROPE = {
 }  # fmt: skip
 _KINDS = ("sliding_attention", "full_attention")
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
 
 
 # The settings of a family's tiny checkpoint in addition to SIZES; the part that sets it apart from Llama is always in use.
@@ -47,13 +39,9 @@ _LINEAR = {
     "rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25},
 }
 _MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 4,
-    "mamba_expand": 2,
+    "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_expand": 2,
     "mamba_chunk_size": 8,
-}
+}  # fmt: skip
 _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 9,

@@ -9,11 +9,7 @@ from unittest import mock
 
 
 class WarmServer:
-    """Forks one process for each call.
-
-    Example:
-        `WarmServer(["torch"]).run(function, 1)` is the exit code of a process that had torch imported and called `function(1)`.
-    """
+    """Forks one process for each call: `WarmServer(["torch"]).run(function, 1)` returns its exit code."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Keep names of modules. They are imported when the first process is asked for."""

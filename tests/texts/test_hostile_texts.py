@@ -127,9 +127,7 @@ def test_directories_give_regular_files_of_their_own_alone(tmp_path: Path) -> No
     assert [file.name for file in local_files(f"{place}/*.jsonl")] == ["a.jsonl", "b.jsonl", "link.jsonl"]
     for name in ("fifo.jsonl", "zero.jsonl", "broken.jsonl", "loop.jsonl"):
         for check in (check_source, check_calibration):
-            with pytest.raises(
-                InvalidInput, match=r"is neither a file of .txt|is not none, self, stdlib, a file"
-            ):
+            with pytest.raises(InvalidInput, match=r"is neither a .* .txt|is not none, self, stdlib, a file"):
                 check(str(place / name))
 
 

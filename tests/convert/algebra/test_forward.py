@@ -100,9 +100,7 @@ def test_what_is_normed_has_no_length(tmp_path: Path) -> None:
 def test_an_epsilon_that_is_no_number_is_refused(tmp_path: Path, field: str, value: Any) -> None:
     config = make(tmp_path / "source", "qwen3") / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
-    with pytest.raises(
-        InvalidInput, match=f"{field} {value!r}, where a positive number of at most 1e.30 is needed"
-    ):
+    with pytest.raises(InvalidInput, match=rf"{field} {value!r}, where a positive .* most 1e.30 is needed"):
         open_source(config.parent).scoring(0)
 
 

@@ -41,9 +41,7 @@ def test_a_factor_times_itself_is_the_matrix(rank: int, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("rows", [10, 40])
 @pytest.mark.parametrize("moment_rank", [None, 30, 12])
-def test_any_factor_gives_the_same_subspace(
-    rows: int, moment_rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_factor_will_do(rows: int, moment_rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than columns and fewer; the identity, a regular and a singular moment."""
     weights_CD, metric_BSS = random(rows, 16), torch.stack([moment(rows // 2, rows) for _ in range(2)])
     input_DD = None if moment_rank is None else moment(16, moment_rank)

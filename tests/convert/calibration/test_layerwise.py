@@ -163,9 +163,7 @@ def test_chosen_by_memory(
     assert_equal(fits, forced)
 
 
-def test_smaller_batches_come_before_single_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str]
-) -> None:
+def test_fewer_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str]) -> None:
     """Where the whole model fits next to the activations of half a batch, half a batch is read at once."""
     source, text = open_source(make(tmp_path / "source")), {"sequences": 4, "length": 64, "seed": 0}
     usual = study(source, "self", **text, work=tmp_path)

@@ -121,9 +121,7 @@ def test_one_sequence_shows_nothing() -> None:
     ("llama3", None, 64),
     ("yarn", None, 32),
 ])  # fmt: skip
-def test_files_say_what_a_source_was_trained_on(
-    tmp_path: Path, rope: str, stated: object, length: int
-) -> None:
+def test_files_say_what_a_source_learned_from(tmp_path: Path, rope: str, stated: object, length: int) -> None:
     source = make(tmp_path / "source", rope=rope, max_position_embeddings=1024)
     if stated is not None:
         (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
@@ -165,9 +163,7 @@ def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path
     assert files[0] == files[1]
 
 
-def test_a_source_larger_than_memory_reads_pairs_too(
-    broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_large_sources_read_pairs(broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Six sequences make pairs; the notice counts how often layers are read for them."""
     reads, load = list[int](), LayeredModel.load
     source, how = open_source(broken), {"sequences": 6, "seed": 0}

@@ -178,9 +178,7 @@ def assert_same(one: Statistics, other: Statistics) -> None:
             torch.testing.assert_close(tensor, expected, rtol=0, atol=atol, msg=name)
 
 
-def test_few_logits_at_once(
-    model: Any, ids: Tensor, stats: Statistics, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_logits(model: Any, ids: Tensor, stats: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_LOGITS", 97 * 5)
     assert_same(collect(model, ids, batch_size=4, **SETTINGS), stats)
 

@@ -15,7 +15,7 @@ from kvfold.convert.decide.profile_choice import NARROW_COST, choose_profile
 from kvfold.convert.formats.serving_widths import NARROW, PROFILES, SERVING, Profile
 from kvfold.core.errors import InvalidInput
 
-from ...support.folds import QUICK, WEIGHTS, attempt, failing
+from ...support.folds import QUICK, WEIGHTS, convert, failing
 from ...support.tiny import make
 
 # A cache of 512: 512+64 saves nothing, 256+64 does. Equal heads have one head's keys and values.
@@ -28,8 +28,9 @@ def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_pat
     """Without a size: 256+64, the only one that saves, with the source's logits in the stock class."""
     source = make(tmp_path / "source", **GOOD)
     exact = ("--latent-norm", "linear")
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *exact, *WEIGHTS)
-    assert code == 0, text
+    text = convert(
+        source, "--to", "mla", "--engine", engine, *exact, *WEIGHTS, out=tmp_path / "out", code=0
+    ).output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (256, 64)
     assert "cache 512 -> 320" in text
@@ -53,8 +54,7 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
     """The budget's widths, on the default table. MLX wants a head of its own."""
     source = make(tmp_path / "source", **GOOD)
     words = ("--to", "mla", "--kv-budget", "50%", "--engine", engine, *QUICK)
-    code, text = attempt(source, tmp_path / "out", *words)
-    assert code == 0, text
+    text = convert(source, *words, out=tmp_path / "out", code=0).output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 256
     assert config["rope_parameters"]["rope_type"] == "default"
@@ -78,8 +78,7 @@ def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | s
     """A profile where one fits, since all hardware of llama.cpp has a kernel for it; else the user's widths."""
     source = make(tmp_path / "source", **GOOD)
     words = ("--to", "mla", "--engine", engine, *options, "--dry-run", *WEIGHTS)
-    code, text = attempt(source, tmp_path / "out", *words)
-    assert code == (2 if isinstance(cached, str) else 0), text
+    text = convert(source, *words, out=tmp_path / "out", code=2 if isinstance(cached, str) else 0).output
     assert (cached if isinstance(cached, str) else f" {cached} elements per token and layer") in text
 
 
@@ -92,8 +91,7 @@ def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine
     engine: str, advice: str, tmp_path: Path
 ) -> None:
     source = make(tmp_path / "source")
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *WEIGHTS)
-    assert code == 2
+    text = convert(source, "--to", "mla", "--engine", engine, *WEIGHTS, out=tmp_path / "out", code=2).output
     assert text.count("MLA saves nothing in the serving profiles") == 1
     assert "the source's cache has only 128" in text
     assert advice in text
@@ -111,9 +109,7 @@ def predicted(loss: float | None) -> Any:
     (None, None, SERVING),
     (0.1, None, SERVING),
 ])  # fmt: skip
-def test_the_narrow_profile_is_taken_where_it_costs_little(
-    wide: float | None, narrow: float | None, taken: Profile
-) -> None:
+def test_a_narrow_profile_that_costs_little(wide: float | None, narrow: float | None, taken: Profile) -> None:
     losses = {SERVING: predicted(wide), NARROW: predicted(narrow)}
     plan, reason = choose_profile(PROFILES, losses.__getitem__)
     assert plan is losses[taken]

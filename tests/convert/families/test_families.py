@@ -24,7 +24,7 @@ from kvfold.convert.towers.text_class import holds_other_classes
 from kvfold.convert.towers.tower import find_tower
 from kvfold.core.errors import InvalidInput
 
-from ...support.folds import attempt
+from ...support.folds import convert
 from ...support.tiny import make
 from ...support.towers import TOWERS, make_multimodal
 
@@ -94,9 +94,7 @@ def test_packing_is_undone(made: Path) -> None:
     ("mlp_layer_types", 3, "'mlp_layer_types' with value 3"),
     ("sliding_window_pattern", "4", "'sliding_window_pattern' expected int, got str"),
 ])  # fmt: skip
-def test_fields_that_say_which_layers_rotate_are_checked(
-    tmp_path: Path, field: str, value: Any, words: str
-) -> None:
+def test_fields_of_rotating_layers_are_checked(tmp_path: Path, field: str, value: Any, words: str) -> None:
     source = make(tmp_path / "source", "cohere2_moe")
     config = json.loads((source / "config.json").read_text())
     kept = {key: config[key] for key in config.keys() - {"layer_types"}}
@@ -190,16 +188,16 @@ def test_statistics_of_a_bounded_source_predict_its_loss(tmp_path: Path) -> None
     """transformers bounds projections in place, and statistics are of what they were before."""
     shape = {**SHAPE, "num_key_value_heads": 4}
     source = make(tmp_path / "source", "olmo", equal_heads=True, **shape, clip_qkv=0.3)
-    code, text = attempt(source, tmp_path / "out", "--to", "mqa", "--verify", "none", *SHORT)
-    assert code == 0, text
+    convert(source, "--to", "mqa", "--verify", "none", *SHORT, out=tmp_path / "out", code=0)
     assert json.loads((tmp_path / "out/kvfold.json").read_text())["predicted_loss"] < 1e-6
 
 
 @pytest.mark.parametrize("container", ["stock", "remote"])
 def test_bounded_queries_have_no_latent_form(container: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", "olmo", **SHAPE, clip_qkv=8.0)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--container", container)
-    assert code == 2
+    text = convert(
+        source, "--to", "mla", "--rank", "full", "--container", container, out=tmp_path / "out", code=2
+    ).output
     assert "clip_qkv 8.0 bounds its queries, keys and values" in text
     assert "--to gqa" in text
 

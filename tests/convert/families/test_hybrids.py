@@ -26,7 +26,7 @@ from kvfold.models.causal_lm import load, load_model
 from kvfold.models.load_options import LoadOptions
 
 from ...support.documents import write_documents
-from ...support.folds import attempt
+from ...support.folds import WEIGHTS, convert
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
 
@@ -55,8 +55,7 @@ def folds(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         "decoupled": ("--to", "mla", "--kv-budget", "50%", "--rope", "decoupled"),
         "intact": ("--to", "mla", "--kv-budget", "50%", "--rope", "intact"),
     }.items():
-        code, text = attempt(source, root / name, *options, "--calibration", str(tokens), "--refine", "3")
-        assert code == 0, text
+        convert(source, *options, "--calibration", str(tokens), "--refine", "3", out=root / name, code=0)
         made[name] = root / name
     return made
 
@@ -75,9 +74,7 @@ def test_one_layer_at_a_time_sees_what_the_whole_model_sees(source: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gqa", "decoupled", "intact"])
-def test_layers_that_attend_are_measured_and_the_others_keep_their_bytes(
-    name: str, source: Path, folds: dict[str, Path]
-) -> None:
+def test_layers_that_attend_are_measured_others_kept(name: str, source: Path, folds: dict[str, Path]) -> None:
     """A measured loss shows that kvfold computes the layer, gate included, as transformers does."""
     record = json.loads((folds[name] / "kvfold.json").read_text())
     assert [layer["measured"] is not None for layer in record["layers"]] == [True, True]
@@ -185,12 +182,11 @@ def test_layers_follow_from_each_family_s_own_fields() -> None:
 def test_mla_of_normed_keys_that_do_not_rotate_is_refused(tmp_path: Path) -> None:
     rope = {"rope_theta": None, "rope_type": "default"}
     source = make(tmp_path / "source", "olmo_hybrid", **SHAPE, rope_parameters=rope)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--calibration", "none")
-    assert code == 2
+    text = convert(
+        source, "--to", "mla", "--rank", "full", "--calibration", "none", out=tmp_path / "out", code=2
+    ).output
     assert "its keys are normalised, and no output format has such keys without rotation" in text
-    assert (
-        attempt(source, tmp_path / "gqa", "--to", "gqa", "--kv-heads", "2", "--calibration", "none")[0] == 0
-    )
+    convert(source, "--to", "gqa", "--kv-heads", "2", *WEIGHTS, out=tmp_path / "gqa", code=0)
 
 
 def test_verify_compares_the_number_of_layers_that_grow(folds: dict[str, Path]) -> None:
@@ -221,9 +217,7 @@ def test_steps_with_positions_are_a_whole_pass(kind: str, tmp_path: Path) -> Non
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=0)
 
 
-def test_a_fold_is_distilled_on_a_stream_of_text(
-    source: Path, folds: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_fold_is_distilled_on_a_stream(source: Path, folds: dict[str, Path], tmp_path: Path) -> None:
     """Packed documents are refused: the other layers carry the end of one into the next."""
     write_documents(tmp_path / "text.jsonl")
     content: dict[str, Any] = {

@@ -93,11 +93,8 @@ def test_masks_of_other_attention_functions() -> None:
     other, _ = decoding_kvfold.attend(query, latent, rope, up_NEC, block, 0.2, module)
     torch.testing.assert_close(other, expected)
     assert [decoding_kvfold.tells(mask, 3) for mask in (None, padding, seen, block)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+        False, False, True, True,
+    ]  # fmt: skip
     assert all(decoding_kvfold.tells(mask, 1) for mask in (None, padding, seen, block))
 
 
@@ -171,9 +168,7 @@ def test_what_cannot_be_absorbed_is_refused() -> None:
     quantised = latent_model()
     attention = quantised.model.layers[1].self_attn
     attention.kv_b_proj = type("Quantised", (nn.Linear,), {})(32, 160)
-    with pytest.raises(
-        InvalidInput, match=r"model\.layers\.1\.self_attn\.kv_b_proj is Quantised .* without quantisation"
-    ):
+    with pytest.raises(InvalidInput, match=r"1\.self_attn\.kv_b_proj is Quantised .* without quantisation"):
         kvfold.absorb(quantised)
     assert type(quantised.model.layers[0].self_attn) is DeepseekV3Attention, "nothing is changed by halves"
     attention.__class__ = type("Patched", (DeepseekV3Attention,), {})
@@ -196,7 +191,5 @@ def test_weights_that_lack_their_scale_are_not_multiplied(monkeypatch: pytest.Mo
     with counted(monkeypatch) as taken:
         assert torch.equal(chunks(model), chunks(stock))
     assert taken == []
-    with pytest.raises(
-        InvalidInput, match=r"kv_b_proj is Linear with a float8_e4m3fn Parameter, not a plain"
-    ):
+    with pytest.raises(InvalidInput, match=r"kv_b_proj is Linear with a float8_e4m3fn Parameter, .* a plain"):
         kvfold.absorb(stock)

@@ -23,8 +23,7 @@ IDS = torch.arange(2 * 24).reshape(2, 24) ** 2 * 7 % 97
 
 
 def converted(source: Path, out: Path, *options: str) -> Path:
-    result = convert(source, *options, out=out)
-    assert result.exit_code == 0, result.output
+    convert(source, *options, out=out, code=0)
     return out
 
 
@@ -51,9 +50,7 @@ def norms(directory: Path, ending: str) -> list[Tensor]:
     ("llama", ("--container", "remote", "--q-lora-rank", "full")),
     ("qwen2", ("--container", "remote", "--rope", "decoupled", "--q-lora-rank", "full")),
 ])  # fmt: skip
-def test_a_norm_that_the_latent_suits_changes_nothing(
-    tmp_path: Path, family: str, options: tuple[str, ...]
-) -> None:
+def test_a_norm_the_latent_suits_is_no_change(tmp_path: Path, family: str, options: tuple[str, ...]) -> None:
     source = make(tmp_path / "source", family)
     sizes = ("--rank", "32", "--rope-dim", "4", *options)
     out = converted(source, tmp_path / "out", *FITTED, *sizes)
@@ -94,9 +91,7 @@ def test_a_fitted_output_is_absorbed_in_float16(tmp_path: Path) -> None:
     linear = converted(source, tmp_path / "linear", *CALIBRATED, *sizes, "--latent-norm", "linear")
     half = kvfold.absorb(load(fitted, torch.float16))
     assert (logits(half) - logits(load(fitted))).abs().mean() < 0.01
-    with pytest.raises(
-        InvalidInput, match=r"layers\.0\.self_attn has a linearised latent.* in bfloat16 or float32"
-    ):
+    with pytest.raises(InvalidInput, match=r"layers\.0\.self_attn has a .* latent.* in bfloat16 or float32"):
         kvfold.absorb(load(linear, torch.float16))
 
 

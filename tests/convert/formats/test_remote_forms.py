@@ -66,11 +66,9 @@ def test_an_intact_latent_is_the_source_with_projections_of_low_rank(tmp_path: P
 
 
 FORMS = {
-    "decoupled": (),
-    "intact": (),
-    "decoupled, compressed": ("--q-lora-rank", "24"),
+    "decoupled": (), "intact": (), "decoupled, compressed": ("--q-lora-rank", "24"),
     "intact, compressed": ("--q-lora-rank", "24"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -22,7 +22,7 @@ from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.methods.biases import nearest_to_one, without_key_bias, without_value_bias
 from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
-from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, attempt, failing
+from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, convert, failing
 from ...support.tiny import ROPE, make
 from ...support.warm_python import warm_python
 
@@ -66,10 +66,10 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
     root = tmp_path_factory.mktemp("serving")
     for name, (family, settings, engines) in EXACT.items():
         make(root / f"{name}-source", family, **{**ONE_HEAD, **settings})
-        code, text = attempt(
-            root / f"{name}-source", root / name, *FULL, "--container", "stock", "--engine", engines
-        )
-        assert code == 0, text
+        convert(
+            root / f"{name}-source", *FULL, "--container", "stock", "--engine", engines, out=root / name,
+            code=0,
+        )  # fmt: skip
     cases = json.dumps([(name, str(root / f"{name}-source"), str(root / name)) for name in EXACT])
     done = subprocess.run(
         [warm_python(), "-P", "-c", PROBE], input=cases, capture_output=True, text=True, cwd=root, check=False
@@ -105,8 +105,9 @@ def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> No
     source = make(
         tmp_path / "source", rms_norm_eps=4e-6, tie_word_embeddings=True, dtype=torch.bfloat16, **ONE_HEAD
     )
-    code, text = attempt(source, tmp_path / "out", *FULL, "--container", "stock", "--engine", "vllm")
-    assert code == 0, text
+    text = convert(
+        source, *FULL, "--container", "stock", "--engine", "vllm", out=tmp_path / "out", code=0
+    ).output
     assert "a power of two" in text
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
@@ -163,8 +164,7 @@ def test_biases_are_folded_by_statistics(tmp_path: Path) -> None:
     settings = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     source = make(tmp_path / "source", "qwen2", **settings)
     options = "--to mla --rank full --engine sglang --length 32 --sequences 6 --refine 0"
-    code, text = attempt(source, tmp_path / "out", *options.split())
-    assert code == 0, text
+    text = convert(source, *options.split(), out=tmp_path / "out", code=0).output
     assert "biases of queries, keys and values go into their weights" in text
     assert "predicted loss" in text
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
@@ -201,8 +201,7 @@ def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
         if biased and cell.status != "no"
         else QUICK
     )
-    code, text = attempt(source, tmp_path / "out", *options)
-    assert code == (2 if cell.status == "no" else 0), text
+    convert(source, *options, out=tmp_path / "out", code=2 if cell.status == "no" else 0)
     if cell.status != "no":
         assert failing(tmp_path / "out", "vllm,sglang") == []
         assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["container"] == cell.architecture

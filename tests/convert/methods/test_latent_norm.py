@@ -55,8 +55,7 @@ def layer(
 
 
 def convert(source: Path, out: Path, *arguments: str) -> str:
-    result = run(source, *arguments, out=out)
-    assert result.exit_code == 0, result.output
+    result = run(source, *arguments, out=out, code=0)
     return result.output
 
 
@@ -249,9 +248,7 @@ def test_an_output_with_fitted_norms(tmp_path: Path, family: str) -> None:
     assert (rounded - exact).abs().mean() < 0.01
 
 
-def test_a_length_for_rounding_leaves_closed_forms_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_for_rounding_leave_closed_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is chosen before refinement, whose record still says what the closed form loses."""
     source = make(tmp_path / "source", hidden_size=64, num_key_value_heads=4)
     fold = ("--kv-budget", "25%", "--latent-norm", "fitted")
@@ -292,9 +289,7 @@ def test_the_default_is_a_real_norm_and_a_linear_one_is_warned_of(tmp_path: Path
     ("--to mla --kv-budget 25% --rope intact --latent-norm fitted", "applies only to latent attention with a norm"),
 ])  # fmt: skip
 def test_a_norm_that_cannot_be_had(tmp_path: Path, arguments: str, words: str) -> None:
-    result = run(make(tmp_path / "source"), *arguments.split())
-    assert result.exit_code == 2
-    assert words in result.output
+    assert words in run(make(tmp_path / "source"), *arguments.split(), code=2).output
     assert not list(tmp_path.glob("out*"))
 
 

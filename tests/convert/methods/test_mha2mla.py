@@ -125,6 +125,6 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize("rope_dim", [6, 20])
 def test_widths_that_do_not_give_each_head_as_many_pairs(rope_dim: int) -> None:
     with pytest.raises(
-        InvalidInput, match=f"--rope-dim {rope_dim} does not give 2 key heads .* multiple of 4, at most 16"
+        InvalidInput, match=rf"--rope-dim {rope_dim} does not give 2 key heads .* 4, at most 16"
     ):
         bands_of("mha2mla:high", rope_dim, (layer(key_heads=2), None))

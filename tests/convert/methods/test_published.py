@@ -207,11 +207,9 @@ def plain(
 
 
 MAPS = [
-    ("transmla", pca),
-    ("care", covariance_svd),
-    ("no-sqrt-care", whole_covariance),
+    ("transmla", pca), ("care", covariance_svd), ("no-sqrt-care", whole_covariance),
     ("transmla-care", powered),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "latent_map"), MAPS)

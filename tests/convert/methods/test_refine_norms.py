@@ -165,9 +165,7 @@ def test_heads_with_norms_are_grouped() -> None:
 @pytest.mark.parametrize(
     ("to", "sizes"), [("gqa", {"kv_heads": 2}), ("mla", {"kv_budget": "25%", "rope": "intact"})]
 )
-def test_a_whole_fold_is_refined_and_says_so(
-    tmp_path: Path, family: str, to: str, sizes: dict[str, Any]
-) -> None:
+def test_folds_are_refined_and_say_so(tmp_path: Path, family: str, to: str, sizes: dict[str, Any]) -> None:
     source = make(tmp_path / "source", family, num_key_value_heads=4)
     statistics = study(open_source(source), "self", sequences=16, length=24, seed=0)
     request = fold_request({"model": str(source), "to": to, "refine": 10, **sizes})

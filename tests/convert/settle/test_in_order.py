@@ -57,7 +57,7 @@ def moments(output: Path, ids_BT: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", ["care", "no-sqrt-care", "transmla", "transmla-care"])
-def test_inputs_are_those_behind_changed_layers(
+def test_inputs_pass_changed_layers(
     source: Path, statistics: Statistics, tmp_path: Path, method: str
 ) -> None:
     """CARE's layers see the output's inputs, TransMLA's those of a model that lost only rotation."""

@@ -27,9 +27,7 @@ def planned(source: Path, statistics: Statistics, **options: Any) -> Draft:
     return make_draft(source, fold_request(asked), statistics)
 
 
-def test_intact_rotation_is_measured_as_it_would_be_folded(
-    source: Path, statistics: Statistics, tmp_path: Path
-) -> None:
+def test_intact_rotation_is_measured_as_folded(source: Path, statistics: Statistics, tmp_path: Path) -> None:
     plan = planned(source, statistics, container="remote")
     found = measure_intact(plan.plan)
     record = rewrite(settle(planned(source, statistics, rope="intact")), tmp_path / "out")
@@ -38,7 +36,7 @@ def test_intact_rotation_is_measured_as_it_would_be_folded(
 
 
 @pytest.mark.parametrize("given", [{}, {"container": "remote"}, {"engines": ("transformers",)}])
-def test_the_notice_has_what_was_measured(
+def test_the_notice_says_what_is_measured(
     source: Path, statistics: Statistics, given: dict[str, Any]
 ) -> None:
     plan = planned(source, statistics, **given)
@@ -49,7 +47,7 @@ def test_the_notice_has_what_was_measured(
     assert bool(told) == is_told
 
 
-def test_only_a_clear_difference_is_told(
+def test_clear_differences_are_told(
     source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = planned(source, statistics)

@@ -66,9 +66,7 @@ NAMES = [name for name, form in FORMATS.items() if form.family == "llama"]
     [("llava", name) for name in NAMES] + [("qwen3_vl", "fp8 blocks"), ("qwen2_5_vl", "gptq"),
      ("qwen2_5_vl", "awq"), ("mistral3", "compressed fp8"), ("gemma3", "compressed int4")],
 )  # fmt: skip
-def test_attention_is_the_twins_and_the_rest_keeps_its_bytes(
-    kind: str, name: str, place: Path, tmp_path: Path
-) -> None:
+def test_attention_is_the_twins_the_rest_is_kept(kind: str, name: str, place: Path, tmp_path: Path) -> None:
     source = make_quantised(place, kind, name)
     stored = load_file(source / "model.safetensors")
     assert sum(is_attention(key) and not key.endswith("norm.weight") for key in stored) >= 8
@@ -116,9 +114,7 @@ def check_config(source: Path, out: Path, form: Format, attention: set[str], res
 @pytest.mark.parametrize(
     ("kind", "name"), [("llava", name) for name in LOADED] + [("qwen3_vl", "fp8 blocks")]
 )
-def test_transformers_loads_the_output_in_its_own_class(
-    kind: str, name: str, place: Path, tmp_path: Path
-) -> None:
+def test_transformers_loads_it_in_its_own_class(kind: str, name: str, place: Path, tmp_path: Path) -> None:
     """With its own readers of quantised weights; logits, with an image, are those of the dequantised fold."""
     source = make_quantised(place, kind, name)
     fold(source, tmp_path / "out")

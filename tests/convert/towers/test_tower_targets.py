@@ -55,9 +55,7 @@ def tower_groups(source: Path) -> Any:
     "re:" + "(" * 5000 + ")" * 5000,
     7,
 ])  # fmt: skip
-def test_targets_that_name_modules_become_the_towers_quantised_modules(
-    target: Any, make_source: Callable[..., Path]
-) -> None:
+def test_targets_become_the_towers_quantised_modules(target: Any, make_source: Callable[..., Path]) -> None:
     source = make_source("compressed fp8", "qwen2_5_vl")
     source = make_source("compressed fp8", "qwen2_5_vl", config_groups=groups_of(source, target))
     tower = find_tower(source)
@@ -112,7 +110,7 @@ def test_a_class_that_writes_no_text_is_refused_before_any_work(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_quantised_tower_belongs_to_a_quantised_checkpoint(
+def test_quantised_towers_need_quantised_checkpoints(
     make_source: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = make_source("fp8 blocks")

@@ -54,9 +54,7 @@ def logits(directory: Path, inputs: dict[str, Any]) -> Tensor:
         except AttributeError as error:
             if transformers.__version__ != "5.24.0" or "no attribute 'image_outputs'" not in str(error):
                 raise
-            pytest.skip(
-                "Llama4ForConditionalGeneration of transformers 5.24.0 cannot run, whatever its weights"
-            )
+            pytest.skip("Llama4ForConditionalGeneration of transformers 5.24.0 cannot run")
     return out
 
 
@@ -127,7 +125,7 @@ def test_a_fold_is_verified_as_the_whole_class(llava: Path) -> None:
     assert type(folded.load(device="cpu")).__name__ == "LlavaForConditionalGeneration"
 
 
-def test_a_whole_fold_is_written_where_its_run_does_not_fit(
+def test_a_fold_that_does_not_fit_is_written(
     llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = tmp_path / "python"

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
@@ -21,10 +20,10 @@ from kvfold.checkpoints.quality_blocks import (
     RecoveredLoss,
 )
 from kvfold.checkpoints.record import hub_id, read_record, source_directory, write_record
-from kvfold.cli import main
 from kvfold.convert.write import card_body
 from kvfold.convert.write.model_card import make_card, write_card, written_by_kvfold
 
+from ...support.commands import run_main
 from ...support.tiny import make
 
 ROOT = Path(__file__).parents[3]
@@ -70,10 +69,7 @@ def outputs(source: Path) -> dict[str, Path]:
     }
     for name, words in options.items():
         out = source.with_name(name)
-        done = CliRunner().invoke(
-            main, ["convert", str(source), *words, "--calibration", "none", "--out", str(out)]
-        )
-        assert done.exit_code == 0, done.output
+        run_main("convert", source, *words, "--calibration", "none", "--out", out)
     return {name: source.with_name(name) for name in options}
 
 
@@ -115,13 +111,9 @@ def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path
     from kvfold.engines.rules.engine_rules import lint
 
     commands = {
-        "transformers": "from_pretrained",
-        "vllm": "vllm serve .",
-        "vllm+kvfold": "pip install kvfold",
-        "sglang": "--model-path .",
-        "llama.cpp": "convert_hf",
-        "mlx": "mlx_lm.generate",
-    }
+        "transformers": "from_pretrained", "vllm": "vllm serve .", "vllm+kvfold": "pip install kvfold",
+        "sglang": "--model-path .", "llama.cpp": "convert_hf", "mlx": "mlx_lm.generate",
+    }  # fmt: skip
     refused = 0
     for directory in outputs.values():
         sections = dict(zip(commands, card_of(directory).text.split("\n### ")[1:], strict=True))
@@ -167,11 +159,8 @@ def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], t
     (copy / "README.md").write_text(str(card).replace("type: kl_divergence", "type: rouge"), newline="")
     results = remade(copy, evaluated(12.0)).data.eval_results
     assert sorted((result.metric_type, result.metric_value) for result in results) == [
-        ("kl_divergence", 0.125),
-        ("perplexity", 12.0),
-        ("rouge", 0.125),
-        ("same_top1", 0.875),
-    ]
+        ("kl_divergence", 0.125), ("perplexity", 12.0), ("rouge", 0.125), ("same_top1", 0.875),
+    ]  # fmt: skip
 
 
 def test_a_text_without_metadata_is_kept_whole(outputs: dict[str, Path], tmp_path: Path) -> None:
@@ -337,8 +326,7 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def fold(cache): return cache[:, ::4]\n" * 40)
     words = ["eval", str(directory), "--teacher", str(directory), "--text", str(tmp_path / "text.txt")]
     words += ["--window", "32", "--max-windows", "2", "--out", str(directory / "eval.json"), "--json"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    run_main(*words)
     found = measured_by(directory)
     assert found.ppl.student.perplexity == found.ppl.teacher.perplexity
     assert found.cache.student.elements_per_token_per_layer == 256

@@ -35,6 +35,11 @@ def tokenizer(tmp_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
 
+def learnt(tokenizer: Any, ids: Any, marks: Any) -> str:
+    shown = (tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True))
+    return "".join(shown)
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
@@ -42,11 +47,8 @@ def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) 
         [{"role": "system", "content": "sys"}, *say("hi", "ho ho", "and", "so")], tokenizer, "a"
     )
     assert tokenizer.decode(ids) == "<s>[system]sys;[user]hi;[assistant]ho ho;[user]and;[assistant]so;"
-    learnt = "".join(
-        tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
-    )
     before, between = 1 + len("[system]sys;[user]hi;[assistant]"), len("[user]and;[assistant]")
-    assert learnt == "_" * before + "ho ho;" + "_" * between + "so;"
+    assert learnt(tokenizer, ids, marks) == "_" * before + "ho ho;" + "_" * between + "so;"
     assert [int(mark & START) for mark in marks] == [START] + [0] * (len(ids) - 1)
 
 
@@ -55,10 +57,10 @@ def test_the_assistant_may_speak_first(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
     ids, marks = conversation([{"role": "assistant", "content": "a b"}, *say("hi", "ho")], tokenizer, "a")
     assert tokenizer.decode(ids) == "<s>[assistant]a b;[user]hi;[assistant]ho;"
-    learnt = "".join(
-        tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
+    assert (
+        learnt(tokenizer, ids, marks)
+        == "_" * len("s[assistant]") + "a b;" + "_" * len("[user]hi;[assistant]") + "ho;"
     )
-    assert learnt == "_" * len("s[assistant]") + "a b;" + "_" * len("[user]hi;[assistant]") + "ho;"
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -98,7 +100,7 @@ def test_conversations_that_a_template_refuses_are_left_out(
     {"role": ["user"], "content": ["a", "b"]},
     say("q", "a", "q", "a"),  # rendered differently once others follow
 ])  # fmt: skip
-def test_one_unusable_row_does_not_end_a_run(
+def test_an_unusable_row_is_left(
     row: Any, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer.chat_template = FORGETFUL
@@ -134,7 +136,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path, tokenizer: Any)
         keys = {field: "text" if field == "text_field" else "talk"}
         data = Data(source=str(tmp_path / "a.jsonl"), seq_len=32, **keys)
         with pytest.raises(
-            InvalidInput, match=r"a\.jsonl: the tokenizer of .* gives id 258 \('<pad>'\), but the model has"
+            InvalidInput, match=r"a\.jsonl: the tokenizer .* gives id 258 \('<pad>'\), but .* has"
         ):
             write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=258)
         assert not (tmp_path / "tokens.bin").exists()
@@ -197,9 +199,7 @@ def test_windows_are_filled_with_what_fits() -> None:
     assert (marks[[19, 39, 40]] == START).all()
 
 
-def test_long_and_silent_conversations(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_and_silent_talks(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer.chat_template = PLAIN
     rows = [say("q", "a" * 50), say("q" * 60, "a"), say("q"), say("q", "a")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))

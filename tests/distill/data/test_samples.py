@@ -20,8 +20,8 @@ from ...support.distillation import command, write_recipe
 from ..conftest import MakeRecipe
 
 
-def check(recipe: Recipe, tmp_path: Path, *words: str) -> Result:
-    return command("validate", write_recipe(recipe, tmp_path / "recipe.yaml"), *words)
+def check(recipe: Recipe, tmp_path: Path, *words: str, code: int | None = None) -> Result:
+    return command("validate", write_recipe(recipe, tmp_path / "recipe.yaml"), *words, code=code)
 
 
 def lines(count: int, field: str = "text") -> str:
@@ -48,8 +48,7 @@ def test_what_cannot_be_trained_on_is_told(
 ) -> None:
     file = tmp_path / name
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    result = check(make_recipe(data={"source": str(file), "seq_len": 32}), tmp_path)
-    assert result.exit_code == 2, result.output
+    result = check(make_recipe(data={"source": str(file), "seq_len": 32}), tmp_path, code=2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("Error: recipe.yaml: data.source")
@@ -71,9 +70,7 @@ def test_conversations_are_rendered(make_recipe: MakeRecipe, student: Path, tmp_
     assert (result.exit_code, "it should be a list of {role, content}" in result.stderr) == (2, True)
 
 
-def test_conversations_that_a_template_refuses_may_be_the_first(
-    make_recipe: MakeRecipe, student: Path, tmp_path: Path
-) -> None:
+def test_the_first_conversations_are_refused(make_recipe: MakeRecipe, student: Path, tmp_path: Path) -> None:
     data, talker = tmp_path / "chat.jsonl", tmp_path / "talker"
     shutil.copytree(student, talker)
     refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -87,20 +84,16 @@ def test_conversations_that_a_template_refuses_may_be_the_first(
     result = check(recipe, tmp_path)
     assert (result.exit_code, "no system role" in result.stderr) == (2, True)
     data.write_text(bad * 2000 + (json.dumps({"messages": good}) + "\n") * 2000)
-    result = check(recipe, tmp_path)
-    assert result.exit_code == 0, result.output
+    result = check(recipe, tmp_path, code=0)
     assert "all of the first 64 conversations cannot be trained on and are left out" in result.stderr
     row = json.dumps({"messages": good}) + "\n"
     data.write_text(row * 9 + json.dumps({"messages": "no conversation"}) + "\n" + row * 591)
-    result = check(recipe, tmp_path)
-    assert result.exit_code == 0, result.output
+    result = check(recipe, tmp_path, code=0)
     assert "1 of the first 64 conversations cannot be trained on and are left out" in result.stderr
     assert "a row's 'messages' is 'no conversation'; it should be a list of {role, content}" in result.stderr
 
 
-def test_a_token_that_the_student_lacks_is_told(
-    make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_token(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:
     """One entry more than the model, in text that is trained on or held out; to pad with it is no mistake."""
     models = {}
     for role, directory in (("student", student), ("teacher", teacher)):
@@ -122,8 +115,7 @@ def test_a_token_that_the_student_lacks_is_told(
         {"data": {"source": bad, "seq_len": 32}},
         {"data": {"source": good, "seq_len": 32}, "evaluate": {"source": bad}},
     ):
-        result = check(make_recipe(**models, **keys), tmp_path)
-        assert result.exit_code == 2, result.output
+        result = check(make_recipe(**models, **keys), tmp_path, code=2)
         assert "gives id 258" in result.stderr
         assert len(result.stderr.splitlines()) == 1
         with pytest.raises(InvalidInput, match="gives id 258"):
@@ -141,8 +133,7 @@ def test_about_how_much_there_is(make_recipe: MakeRecipe, tmp_path: Path) -> Non
     recipe = make_recipe(
         data={"source": f"{tmp_path}/*.jsonl", "seq_len": 32}, tokens="1M", batch_tokens=1024
     )
-    result = check(recipe, tmp_path, "--json")
-    assert result.exit_code == 0, result.output
+    result = check(recipe, tmp_path, "--json", code=0)
     told = json.loads(result.stdout)
     ((sentence,),) = told["notes"].values()
     about = int(sentence.split(" holds about ")[1].split(" tokens")[0].replace(",", ""))
@@ -197,8 +188,7 @@ def test_held_out_text_is_looked_at(
         train = "\n".join(json.loads(line)["text"] for line in text.read_text().splitlines()[:9])
         (tmp_path / source).write_text(content.replace("TRAIN", train), encoding="utf-8")
     place = str(tmp_path / source) if content is not None else source
-    result = check(make_recipe(evaluate={"source": place, "windows": 4}), tmp_path)
-    assert result.exit_code == 2, result.output
+    result = check(make_recipe(evaluate={"source": place, "windows": 4}), tmp_path, code=2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfold.distill.losses.chunks import CHUNK_ELEMENTS_ELSEWHERE
@@ -17,25 +16,8 @@ from kvfold.distill.losses.vocabulary import mix
 from kvfold.distill.recipe.recipe import LossName
 from kvfold.models.head import HeadForm
 
-from ...support.dense_losses import LABELS, VOCABULARY, D, T, V, check_gradients, chunked, dense, predictions
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation made; views do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        given = {item.untyped_storage().data_ptr() for item in args if isinstance(item, Tensor)}
-        for item in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(item, Tensor) and item.untyped_storage().data_ptr() not in given:
-                self.elements = max(self.elements, item.numel())
-        return output
+from ...support.dense_losses import VOCABULARY, D, T, V, check_gradients, chunked, dense, predictions
+from ...support.latent_decoding import Largest
 
 
 class Held(TorchDispatchMode):
@@ -179,15 +161,3 @@ def test_weights_in_bfloat16_sum_their_chunks_in_float32() -> None:
     )
     assert head.grad.dtype == torch.bfloat16
     torch.testing.assert_close(head.grad.float(), one.float() * 400, rtol=0.02, atol=0.02)
-
-
-def test_cross_entropy_is_that_of_torch_fused_with_the_head() -> None:
-    ours, theirs = (predictions(0, dtype=torch.float32) for _ in range(2))
-    value = chunked("ce", ours, None, chunk=5)
-    expected = functional.linear_cross_entropy(
-        theirs.hidden_TD, theirs.weight_VD, LABELS, linear_bias=theirs.bias_V, reduction="sum"
-    )
-    torch.testing.assert_close(value, expected)
-    value.backward()
-    expected.backward()
-    check_gradients(ours, theirs)

@@ -178,15 +178,12 @@ def test_a_run_that_is_stopped_and_moves_gives_the_same_bits(
     port = free_port()
     settings = [
         {
-            "RECIPE": str(moved),
-            "PORT": port,
-            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
-            "SKYPILOT_NUM_NODES": str(MACHINES),
-            "SKYPILOT_NODE_RANK": str(rank),
+            "RECIPE": str(moved), "PORT": port, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+            "SKYPILOT_NUM_NODES": str(MACHINES), "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         }
         for rank in range(MACHINES)
-    ]
+    ]  # fmt: skip
     machines = on_each_machine(command, settings, programs)
     wait_for_step(partial, 9, machines)
     kill(machines)
@@ -194,12 +191,9 @@ def test_a_run_that_is_stopped_and_moves_gives_the_same_bits(
 
     _, command = kubernetes()
     same = {
-        "RECIPE": str(moved),
-        "NODES": str(MACHINES),
-        "PROCESSES": "1",
-        "PORT": free_port(),
+        "RECIPE": str(moved), "NODES": str(MACHINES), "PROCESSES": "1", "PORT": free_port(),
         "HOST": "127.0.0.1",
-    }
+    }  # fmt: skip
     pods = on_each_machine(
         command, [{**same, "JOB_COMPLETION_INDEX": str(n)} for n in range(MACHINES)], programs
     )

@@ -2,29 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
 from kvfold import recipes
 from kvfold.core.errors import InvalidInput
-from kvfold.core.units import parse_tokens
-from kvfold.distill.losses.criteria import CRITERIA
 from kvfold.distill.recipe.data_section import Data, TextSource
-from kvfold.distill.recipe.recipe import (
-    Lora,
-    LossName,
-    Recipe,
-    Save,
-    ScheduleName,
-    Stage,
-    WeightSet,
-    differences,
-)
+from kvfold.distill.recipe.recipe import Lora, Recipe, Save, ScheduleName, Stage, differences
 from kvfold.distill.recipe.recipe_file import as_recipe
 from kvfold.distill.stages.optimizer import SCHEDULES, learning_rate
-from kvfold.distill.stages.weights import TRAINABLE
 
 from ...support.distillation import command, refuses, rows
 
@@ -188,20 +175,6 @@ def test_overrides(tmp_path: Path) -> None:
             as_recipe(file, overrides=[override])
     with pytest.raises(InvalidInput, match="did you mean 'seed'"):
         as_recipe(file, overrides=["data.sede=1"])
-
-
-def test_token_numbers() -> None:
-    assert [parse_tokens(text) for text in ("5000", "300k", "1.001M", "1B", "1_000", "1e6")] == [
-        5000, 300_000, 1_001_000, 10**9, 1000, 10**6,
-    ]  # fmt: skip
-    assert parse_tokens("0.05") == 0.05
-
-
-def test_the_tables_have_what_a_recipe_may_name() -> None:
-    for names, table in ((ScheduleName, SCHEDULES), (WeightSet, TRAINABLE)):
-        assert get_args(names) == tuple(table)
-    stage = Stage(name="a", tokens=1, lr=1, losses=dict.fromkeys(get_args(LossName)[:-2], 1.0))
-    assert {*stage.learnt} - {*stage.of_layers} == {*CRITERIA}
 
 
 def test_the_mode_follows_from_the_losses() -> None:

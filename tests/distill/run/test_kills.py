@@ -59,11 +59,9 @@ def result(out: Path) -> dict[str, Any]:
     lines = [{key: value for key, value in line.items() if key not in _SPEED} for line in metrics(out)]
     told = json.loads((out / "kvfold.json").read_text())["distill"]
     return {
-        **files,
-        "metrics": lines,
-        "curve": json.loads((out / "curve.json").read_text()),
+        **files, "metrics": lines, "curve": json.loads((out / "curve.json").read_text()),
         "told": told["evaluation"],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(

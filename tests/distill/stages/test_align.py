@@ -60,8 +60,7 @@ FOLDS = [
 
 
 def folded(source: Path, *options: str) -> Path:
-    done = convert(source, *options, *WEIGHTS)
-    assert done.exit_code == 0, done.output
+    convert(source, *options, *WEIGHTS, code=0)
     return source.with_name("out")
 
 
@@ -194,9 +193,7 @@ def test_a_stage_lowers_every_layer_s_error_and_kl_without_being_told(
     assert result.stages[1]["first"]["kl"] < 0.8 * plain.stages[0]["first"]["kl"]
 
 
-def test_neither_micro_batches_nor_a_stop_change_an_aligned_step(
-    make_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_micro_batches_and_stops_change_no_aligned_step(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     found = []
     for size in (6, 4, 1):
         result = distill(make_recipe(**ALIGN, tokens=576, micro_batch=size, output=str(tmp_path / str(size))))
@@ -210,15 +207,13 @@ def test_neither_micro_batches_nor_a_stop_change_an_aligned_step(
 @pytest.mark.parametrize(
     "change", [{"precision": "bf16"}, {"train": "lora"}, {"gradient_checkpointing": True}]
 )
-def test_alignment_goes_with_the_other_settings(
-    change: dict[str, Any], make_recipe: MakeRecipe, fresh_state: None
-) -> None:
+def test_alignment_goes_along(change: dict[str, Any], make_recipe: MakeRecipe, fresh_state: None) -> None:
     result = distill(make_recipe(**{**ALIGN, "lr": 1e-2, **change}))
     (stage,) = result.stages
     assert stage["last"]["attention_output"] < 0.8 * stage["first"]["attention_output"]
 
 
-def test_two_processes_and_a_kill_change_nothing(
+def test_two_processes_and_a_kill(
     make_recipe: MakeRecipe, float32_models: dict[str, str], tmp_path: Path
 ) -> None:
     """With a teacher on disk for the second stage, which both processes write."""

@@ -138,8 +138,6 @@ def test_a_class_that_cannot_is_refused_and_left_as_it_was() -> None:
     if not OLD:
         check(falcon)
     for model in (bloom, falcon) if OLD else (bloom,):
-        with pytest.raises(
-            InvalidInput, match=r"model \(\w+ForCausalLM\) cannot keep packed documents apart; use --set"
-        ):
+        with pytest.raises(InvalidInput, match=r"model \(\w+ForCausalLM\) cannot keep .* apart; use --set"):
             isolate_documents(model.eval(), "model")
         assert not model.base_model._forward_pre_hooks

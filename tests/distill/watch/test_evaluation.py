@@ -132,8 +132,7 @@ def test_the_start_stays_where_nothing_beats_it(
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
     recipe = make_recipe(evaluate=section, tokens=576, lr=5.0, losses={"ce": 1.0}, warmup=0, grad_clip=None)
     file = write_recipe(recipe, tmp_path / "recipe.yaml")
-    done = command(file)
-    assert done.exit_code == 0, done.output
+    done = command(file, code=0)
     assert "no trained weights are better than the start on held-out text" in done.stderr
     assert done.stderr.count("if it stays above, the lr of stage kl is too high") == 1
     assert "after step 1 the perplexity of the held-out text is " in done.stderr
@@ -146,22 +145,17 @@ def test_the_start_stays_where_nothing_beats_it(
     found, points = told["distill"]["evaluation"], curve(out)["points"]
     assert (found["kept"], found["step"], found["perplexity"]) == ("start", 0, points[0]["perplexity"])
     assert all(point["perplexity"] > points[0]["perplexity"] for point in points[1:])
-    last = command(file, "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}")
-    assert last.exit_code == 0
+    last = command(file, "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}", code=0)
     assert "training made the student worse on held-out text; use a lower lr" in last.stderr
 
 
-def test_another_held_out_text_is_refused_on_the_way(
-    make_recipe: MakeRecipe, held: Path, tmp_path: Path
-) -> None:
+def test_another_held_out_text_is_refused_later(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:
     text = tmp_path / "held.txt"
     text.write_bytes(held.read_bytes())
     recipe = make_recipe(evaluate={"source": str(text), "every": 2, "windows": 4})
     interrupt(recipe, 3)
     text.write_text("another " + held.read_text(), encoding="utf-8")
-    with pytest.raises(
-        InvalidInput, match=r"evaluate\.source .* is not the text that .*out\.partial was started with"
-    ):
+    with pytest.raises(InvalidInput, match=r"evaluate\.source .* is .* that .*out\.partial was started with"):
         distill(recipe)
 
 
@@ -244,12 +238,9 @@ def test_it_goes_with_every_way_of_training(
 def test_after_a_streamed_stage_there_is_no_fold_to_compare_with(make_recipe: MakeRecipe, held: Path) -> None:
     common = {"tokens": 192, "lr": 1e-3, "batch_tokens": 192}
     stream = {
-        **common,
-        "name": "stream",
-        "mode": "stream",
-        "train": "attention",
+        **common, "name": "stream", "mode": "stream", "train": "attention",
         "losses": {"attention_output": 1.0},
-    }
+    }  # fmt: skip
     section = {"source": str(held), "windows": 4, "keep": "best"}
     out = distill(make_recipe(stages=[stream, {**common, "name": "kl"}], evaluate=section)).output
     points = curve(out)["points"]
@@ -295,18 +286,12 @@ def test_eval_finds_the_states_that_a_run_has_kept(
 def test_the_best_is_the_first_of_equals_the_start_among_them() -> None:
     lines = [{"step": step, "perplexity": value} for step, value in ((0, 3.0), (2, 3.0), (4, 2.0), (6, 2.0))]
     assert [best_of(lines[:count]) for count in (0, 1, 2, 3, 4)] == [
-        None,
-        lines[0],
-        lines[0],
-        lines[2],
-        lines[2],
-    ]
+        None, lines[0], lines[0], lines[2], lines[2],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("profile", ["ddp", "fsdp2"])
-def test_two_processes_find_what_one_finds(
-    make_recipe: MakeRecipe, held: Path, tmp_path: Path, profile: str
-) -> None:
+def test_two_processes_find_as_one(make_recipe: MakeRecipe, held: Path, tmp_path: Path, profile: str) -> None:
     """An odd number of windows, between steps, where shards are whole for a moment."""
     section = {"source": str(held), "every": 2, "windows": 5, "keep": "best"}
     stages = [

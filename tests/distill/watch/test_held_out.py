@@ -17,9 +17,7 @@ from ..conftest import MakeRecipe
 
 
 @pytest.mark.parametrize("mode", ["same", "copy", "listed", "words"])
-def test_text_that_is_trained_on_is_refused(
-    make_recipe: MakeRecipe, text: Path, tmp_path: Path, mode: str
-) -> None:
+def test_text_trained_on_is_refused(make_recipe: MakeRecipe, text: Path, tmp_path: Path, mode: str) -> None:
     source: Any = str(text)
     other = text
     if mode == "copy":

@@ -20,6 +20,7 @@ from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.meter import peak_memory, timed
 from kvfold.models.causal_lm import load
 
+from ...support.commands import run_main
 from ..conftest import Make
 
 CPU = Options(device="cpu")
@@ -66,9 +67,7 @@ def run(student: Path, teacher: Path | None = None, options: Options = CPU, **se
     return found
 
 
-def test_models_take_turns_and_every_step_reads_one_token_after_the_live_cache(
-    latent: Path, mha: Path, seen: Seen
-) -> None:
+def test_models_take_turns_and_a_step_reads_one_token_after_it(latent: Path, mha: Path, seen: Seen) -> None:
     run(latent, mha, speed_batch="2", speed_context="8", speed_tokens=3, speed_rounds=4)
     warm = [((2, 8), 0), ((2, 1), 8), ((2, 1), 9)]
     one = [*warm, ((2, 1), 10)]
@@ -127,9 +126,7 @@ def test_contexts_fit_the_models_when_none_are_asked_for(mha: Path, make: Make) 
     assert [cell.context for cell in run(roomy, speed_rounds=3, speed_tokens=1).cells] == [512]
 
 
-def test_time_that_is_over_skips_cells_and_shortens_none_below_three_rounds(
-    mha: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_that_is_over_skips_cells_shortening_none(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(speed, "monotonic", lambda: float(next(now)))
     first, second = run(
@@ -245,8 +242,7 @@ def test_the_report_has_every_number_and_an_interrupted_sweep_goes_on(
     journal = tmp_path / "eval.json.partial" / "journal.jsonl"
     name, kept, _ = json.loads(journal.read_text().splitlines()[1])
     monkeypatch.setattr(speed, "_round", real)
-    result = CliRunner().invoke(main, [*command, "--assert", "speed.cells.1.decode_speedup.median>0"])
-    assert result.exit_code == 0, result.output
+    result = run_main("eval", *command, "--assert", "speed.cells.1.decode_speedup.median>0")
     assert "decode, 2 x 8 tokens, ms/step" in result.stdout
     first, second = json.loads(out.read_text())["suites"]["speed"]["cells"]
     assert name == "speed/student+teacher/1x8"

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import DynamicLayer
 
 from kvfold.checkpoints.quality_blocks import RetrievalBlock, StorageBlock
-from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
@@ -18,6 +16,7 @@ from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.models.causal_lm import load
 from kvfold.texts.corpus import Text
 
+from ...support.commands import run_main
 from ..conftest import Make
 
 CPU = {"device": "cpu", "window": 32, "max_windows": 3}
@@ -47,9 +46,7 @@ def test_the_block_is_the_difference_of_two_evaluations(
     assert found.ppl.teacher == without.ppl.teacher, "the teacher keeps its cache"
 
 
-def test_bfloat16_costs_a_float32_model_exactly_its_rounding(
-    mha: Path, text: Text, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_costs_exactly_its_rounding(mha: Path, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     found = evaluate(mha, None, text, Options(**CPU, cache_dtype="bfloat16"))
     loaded = load(mha, Options(**CPU))
     ids = torch.tensor(loaded.tokenizer(text.joined).input_ids[:31])[None]
@@ -103,11 +100,9 @@ def test_needles_are_paired_too(make: Make) -> None:
 def test_the_command(mha: Path, tmp_path: Path) -> None:
     out = tmp_path / "eval.json"
     words = ["eval", str(mha), "--text", "stdlib", "--window", "32", "--max-windows", "2", "--out", str(out)]
-    done = CliRunner().invoke(
-        main,
-        [*words, "--cache-dtype", "nvfp4", "--suite", "ppl", "--assert", "kl.added>0", "--device", "cpu"],
+    done = run_main(
+        *words, "--cache-dtype", "nvfp4", "--suite", "ppl", "--assert", "kl.added>0", "--device", "cpu"
     )
-    assert done.exit_code == 0, done.output
     assert "with the cache in nvfp4: KL added, nats" in done.output
     assert '"cache_dtype": "nvfp4"' in out.read_text()
 

@@ -44,9 +44,7 @@ def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
     return plain, by_length
 
 
-def test_accuracies_are_those_of_whole_forward_passes_paired_by_document(
-    mha: Path, other: Path, own_tasks: Path
-) -> None:
+def test_accuracies_are_of_whole_forwards_paired_by_document(mha: Path, other: Path, own_tasks: Path) -> None:
     found = run_tasks(mha, other, own_tasks, "kv_one").tasks["kv_one"]
     (ours, ours_norm), (theirs, theirs_norm) = (
         right(model, own_tasks / "kv_one.json") for model in (mha, other)
@@ -64,9 +62,7 @@ def test_accuracies_are_those_of_whole_forward_passes_paired_by_document(
         assert metric.flips.wrong_to_right == sum(b > a for a, b in zip(across, left, strict=True))
 
 
-def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
-    mha: Path, own_tasks: Path, tmp_path: Path
-) -> None:
+def test_word_perplexity_of_the_harness_is_our_protocols(mha: Path, own_tasks: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps({"text": ROWS}))
     (own_tasks / "pages.json").write_text(
@@ -89,9 +85,7 @@ def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
     assert theirs["word_perplexity"].student.standard_error is None
 
 
-def test_a_group_is_all_its_documents_and_agrees_with_the_harness(
-    mha: Path, other: Path, own_tasks: Path
-) -> None:
+def test_a_group_is_all_its_documents_as_in_the_harness(mha: Path, other: Path, own_tasks: Path) -> None:
     found = run_tasks(mha, other, own_tasks, "kv_both,kv_one,kv_two")
     one, two, both = (found.tasks[name].metrics["acc"] for name in ("kv_one", "kv_two", "kv_both"))
     assert found.tasks["kv_both"].samples == 29
