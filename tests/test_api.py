@@ -42,10 +42,7 @@ def folded(work: Path) -> Folded:
 
 
 def test_examples_run(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every docstring's example, one after the other, since later ones read what earlier ones wrote.
-
-    Nothing but the examples' own output is printed.
-    """
+    """Every docstring's example, in order, since later ones read what earlier ones wrote."""
     for name in FUNCTIONS:
         found = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs={})
         assert sum(len(test.examples) for test in found) >= 2, name
@@ -75,15 +72,8 @@ def test_importing_is_light() -> None:
 
 def test_the_public_names() -> None:
     assert set(kvfold.__all__) == {
-        *FUNCTIONS,
-        "absorb",
-        "assemble",
-        "migrate",
-        "GQA",
-        "MQA",
-        "MLA",
-        "InvalidInput",
-    }
+        *FUNCTIONS, "absorb", "assemble", "migrate", "GQA", "MQA", "MLA", "InvalidInput",
+    }  # fmt: skip
     assert set(kvfold.__all__) <= set(dir(kvfold))
     for name in kvfold.__all__:
         assert getattr(kvfold, name).__name__ == name
@@ -125,15 +115,12 @@ def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
     assert 0 < folded.predicted_loss < 1
     assert folded.request.calibration == "self"
     assert any("load the output in transformers" in text for text in folded.notices)
-    assert folded.verification is not None
     assert folded.verification.failures == []
     for shown in (str(folded), repr(folded), folded._repr_html_()):
         assert "25.0%" in shown
         assert "nats per token" in shown
     assert folded._repr_html_().startswith("<table>")
-    with pytest.raises(
-        kvfold.InvalidInput, match=r"^device is 'gpu'; it should be one of auto, cpu, cuda, or cuda:N$"
-    ):
+    with pytest.raises(kvfold.InvalidInput, match=r"^device is 'gpu'; .* one of auto, cpu, cuda, or cuda:N$"):
         folded.load(device="gpu")
     with pytest.raises(kvfold.InvalidInput, match=r"^dtype is 'bf16'; it should be one of auto, float32"):
         folded.load(dtype="bf16")
@@ -145,7 +132,6 @@ def test_a_fold_and_its_result(folded: Folded, work: Path) -> None:
 
 def test_the_table_of_a_plan() -> None:
     table = kvfold.plan(DEMO, context="1k", batch=2, memory="1GB", budgets=("50%",))
-    assert table.chosen is not None
     assert table.chosen["command"].startswith("kvfold convert ")
     assert len(table) == len(list(table)) == len(table.rows)
     assert all(row["label"] in table._repr_html_() for row in table)
@@ -274,10 +260,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: anything(3, gqa), "the source is of type int"
     yield lambda: anything(None, mla, out="x"), "the source is of type NoneType; it should be a directory"
     model = SimpleNamespace(save_pretrained=None)
-    yield (
-        lambda: anything(model, gqa, out="x"),
-        "out is 'x'; leave it out, since a loaded model has no output",
-    )
+    yield lambda: anything(model, gqa, out="x"), "out is 'x'; leave it out, since a loaded model has no"
     yield lambda: kvfold.plan(DEMO, context="many"), "context is 'many'; it should be a number of tokens"
     yield lambda: kvfold.plan(DEMO, memory="24 apples"), "memory is '24 apples'; it should be a size"
     yield lambda: kvfold.plan(DEMO, context=0), "context is 0"
@@ -288,19 +271,10 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.train({"schema": 1}), "recipe: "
     yield lambda: kvfold.train(3), "the recipe is of type int"  # type: ignore[arg-type] # a mistake on purpose
     yield lambda: kvfold.evaluate(DEMO), "choose one with text, for example stdlib"
-    yield (
-        lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]),
-        "suites is ['pplx']; pplx is not a suite",
-    )
-    yield (
-        lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3),
-        "unknown name 'windw'; did you mean 'window'?",
-    )
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", suites=["pplx"]), "suites is ['pplx']; pplx is not a"
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", windw=3), "unknown name 'windw'; did you mean"
     yield lambda: kvfold.evaluate(DEMO, text="stdlib", memory="x"), "memory is 'x'; it should be a size"
-    yield (
-        lambda: kvfold.evaluate(DEMO, text="stdlib", rows=work),
-        "rows is for WikiText-2, not for text stdlib",
-    )
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", rows=work), "rows is for WikiText-2, not for text"
     yield lambda: kvfold.evaluate(DEMO, text="wikitext2-gptq-20", rows=3), "rows is 3; it should be a path"
     yield lambda: kvfold.evaluate(DEMO, suite="cache"), "unknown name 'suite'; did you mean 'suites'?"
     yield lambda: kvfold.verify(work / "gone"), "is not a directory"
@@ -309,10 +283,7 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: kvfold.publish(work / "gone", "me/x", dry_run=True), "is not a directory"
     yield lambda: kvfold.publish(DEMO, "me/x", dry_run=True), "has no kvfold.json"
     yield lambda: kvfold.publish(DEMO, "me/x", verify="much", dry_run=True), "verify is 'much'"
-    yield (
-        lambda: kvfold.assemble(work / "gone", DEMO),
-        "is not a directory; name that of the folded text tower",
-    )
+    yield lambda: kvfold.assemble(work / "gone", DEMO), "is not a directory; name that of the folded text"
     yield lambda: kvfold.assemble(3, DEMO), "tower is 3; it should be"  # type: ignore[arg-type] # a mistake
     yield lambda: kvfold.report([work / "gone"], work / "gone.html"), "gone"
 
@@ -320,24 +291,15 @@ def mistakes(work: Path) -> Iterator[tuple[Any, str]]:
 def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     """Yield calls with values of kinds that an argument does not take, and a part of what they say."""
     functions: Any = kvfold
-    yield (
-        lambda: kvfold.evaluate(DEMO, text="stdlib", offload_dir=work),
-        "offload_dir has no effect without device_map auto",
-    )
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", offload_dir=work), "offload_dir has no effect without"
     yield lambda: kvfold.fold("x" * 5000, kvfold.MQA()), f"'{'x' * 75} ...: File name too long"
     places = {"device_map": "auto", "offload_dir": work / "weights"}
     yield (
         lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory="much", **places),
         "cpu_memory is 'much'; it should be a size",
     )
-    yield (
-        lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory=0, **places),
-        "cpu_memory is 0; it should be",
-    )
-    yield (
-        lambda: kvfold.assemble(DEMO, DEMO, shard_size=0),
-        "shard_size is 0; it should be greater than or equal to 1",
-    )
+    yield lambda: kvfold.evaluate(DEMO, text="stdlib", cpu_memory=0, **places), "cpu_memory is 0; it should"
+    yield lambda: kvfold.assemble(DEMO, DEMO, shard_size=0), "shard_size is 0; it should be greater than or"
     yield lambda: kvfold.assemble(DEMO, DEMO, shard_size="many"), "shard_size is 'many'; it should be a size"
     model = SimpleNamespace(save_pretrained=None)
     mla, gqa = kvfold.MLA(rank=32), kvfold.GQA(kv_heads=2)
@@ -345,10 +307,7 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: functions.fold(DEMO, kvfold.MLA(rank="")), "rank is ''; it should be a whole number or"
     yield lambda: functions.fold(DEMO, gqa, calibration=""), "calibration is ''; it should not be empty"
     yield lambda: functions.fold(model, gqa, tokenizer="x"), "tokenizer is 'x'; it should be a loaded"
-    yield (
-        lambda: functions.evaluate(DEMO, text="stdlib", cache_dtype="int3"),
-        "cache_dtype is 'int3'; it should",
-    )
+    yield lambda: functions.evaluate(DEMO, text="stdlib", cache_dtype="int3"), "cache_dtype is 'int3'; it"
     yield lambda: functions.evaluate(DEMO, text="stdlib", device=3), "device is 3; it should be 'auto'"
     yield lambda: functions.evaluate(DEMO, text="stdlib", bos="each"), "bos is 'each'; it should be true"
     yield lambda: functions.evaluate(DEMO, suites=()), "suites is (); it names nothing; known are ppl, "
@@ -357,19 +316,13 @@ def wrong_values(work: Path) -> Iterator[tuple[Any, str]]:
     yield lambda: functions.train(""), "recipe is empty; name a file"
     yield lambda: functions.train(without_teacher(work)), "name the teacher with the key teacher=DIR"
     recipe = {"schema": 1, "student": str(DEMO), "output": str(work / "none"), "stages": [{"tokens": 64}]}
-    yield (
-        lambda: functions.train({**recipe, "data": {"source": "", "seq_len": 32}}),
-        "recipe: data.source is ''; it should be the name of a text",
-    )
+    yield lambda: functions.train({**recipe, "data": {"source": "", "seq_len": 32}}), "recipe: data.source is"
 
 
 def wrong_names() -> Iterator[tuple[Any, str]]:
     """Yield calls whose arguments have other names or no name, and what they say."""
     functions: Any = kvfold
-    yield (
-        lambda: functions.verify(DEMO, enginess=["vllm"]),
-        "unknown name 'enginess'; did you mean 'engines'?",
-    )
+    yield lambda: functions.verify(DEMO, enginess=["vllm"]), "unknown name 'enginess'; did you mean"
     yield lambda: functions.train({}, foo=1), "unknown name 'foo'; known: recipe, settings, progress"
     yield lambda: functions.assemble(DEMO, DEMO, outt="x"), "unknown name 'outt'; did you mean 'out'?"
     mla = kvfold.MLA(rank=32)
@@ -416,12 +369,7 @@ def test_the_callers_settings_change_nothing(work: Path) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("medium")
     try:
-        with (
-            torch.device("meta"),
-            torch.autocast("cpu"),
-            torch.inference_mode(),
-            np.errstate(all="raise"),
-        ):
+        with torch.device("meta"), torch.autocast("cpu"), torch.inference_mode(), np.errstate(all="raise"):
             before = settings()
             assert bits("set") == plain
             assert kvfold.verify(work / "set").failures == []

@@ -1,6 +1,7 @@
 """Values that Python gives to the API: numbers of numpy, paths, and `~`."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,11 @@ from kvfold.eval.suites.catalogue import SuiteSettings
 DEMO = Path(__file__).parent.parent / "recipes" / "demo"
 
 
-@pytest.mark.parametrize(
-    ("target", "sizes"),
-    [
-        (kvfold.MLA(rank=np.int64(32), q_lora_rank=np.int32(16)), {"kv_lora_rank": 32, "q_lora_rank": 16}),
-        (kvfold.MLA(rank=1), {"kv_lora_rank": 1}),
-        (kvfold.GQA(kv_budget=np.float32(0.5)), {"num_key_value_heads": 4}),
-    ],
-)
+@pytest.mark.parametrize(("target", "sizes"), [
+    (kvfold.MLA(rank=np.int64(32), q_lora_rank=np.int32(16)), {"kv_lora_rank": 32, "q_lora_rank": 16}),
+    (kvfold.MLA(rank=1), {"kv_lora_rank": 1}),
+    (kvfold.GQA(kv_budget=np.float32(0.5)), {"num_key_value_heads": 4}),
+])  # fmt: skip
 def test_numbers_of_numpy(target: Any, sizes: dict[str, int], tmp_path: Path) -> None:
     found = kvfold.fold(DEMO, target, out=tmp_path / "out", calibration="none").record["target"]
     assert {name: found[name] for name in sizes} == sizes
@@ -58,21 +56,15 @@ def test_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"memory": "24 apples"}, "memory is '24 apples'; it should be a size, for example 500MB or 5GB"),
-        ({"limit": 1.5}, "limit is 1.5; it should be a whole number"),
-        ({"retrieval_keys": 11}, "retrieval_keys is 11; it should be less than or equal to 10"),
-        ({"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
-        ({"speed_seconds": 0}, "speed_seconds is 0; it should be greater than 0"),
-        (
-            {"speed_batch": [1, "x"]},
-            "speed_batch is [1, 'x']; it should be whole numbers from 1, separated by",
-        ),
-        ({"ruler_tasks": ["vt", "qa"]}, "ruler_tasks is 'qa'; it should be 'niah_single', "),
-    ],
-)
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"memory": "24 apples"}, "memory is '24 apples'; it should be a size, for example 500MB or 5GB"),
+    ({"limit": 1.5}, "limit is 1.5; it should be a whole number"),
+    ({"retrieval_keys": 11}, "retrieval_keys is 11; it should be less than or equal to 10"),
+    ({"retrieval_seed": 0.5}, "retrieval_seed is 0.5; it should be a whole number"),
+    ({"speed_seconds": 0}, "speed_seconds is 0; it should be greater than 0"),
+    ({"speed_batch": [1, "x"]}, "speed_batch is [1, 'x']; it should be whole numbers from 1, separated by"),
+    ({"ruler_tasks": ["vt", "qa"]}, "ruler_tasks is 'qa'; it should be 'niah_single', "),
+])  # fmt: skip
 def test_unusable_options_of_suites_are_named_as_in_python(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         SuiteSettings.read(given)
@@ -94,18 +86,13 @@ def test_paths_in_the_mapping_of_a_recipe(tmp_path: Path) -> None:
     assert kvfold.train(recipe).directory == tmp_path / "distilled"
 
 
-@pytest.mark.parametrize(
-    ("device", "sentence"),
-    [
-        ("cpu:foo", "device is 'cpu:foo'; it should be one of auto, cpu, cuda, or cuda:N"),
-        (0, "device is 0; it should be one of auto, cpu, cuda, or cuda:N"),
-        ("cuda:0", "device cuda:0: torch finds no CUDA device here; use device cpu"),
-        ("cuda:7", "device is 'cuda:7'; torch finds cuda:0 to cuda:0 here"),
-    ],
-)
-def test_a_device_that_does_not_exist(
-    device: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("device", "sentence"), [
+    ("cpu:foo", "device is 'cpu:foo'; it should be one of auto, cpu, cuda, or cuda:N"),
+    (0, "device is 0; it should be one of auto, cpu, cuda, or cuda:N"),
+    ("cuda:0", "device cuda:0: torch finds no CUDA device here; use device cpu"),
+    ("cuda:7", "device is 'cuda:7'; torch finds cuda:0 to cuda:0 here"),
+])  # fmt: skip
+def test_absent_devices(device: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentences are kvfold's, whichever library would find the mistake."""
     folded = kvfold.fold(DEMO, kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="none")
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda:7")
@@ -133,22 +120,19 @@ def test_texts_are_read_as_the_numbers_that_they_are() -> None:
 def test_a_number_of_more_digits_than_python_writes() -> None:
     with pytest.raises(kvfold.InvalidInput, match="seed is a number of more digits than Python writes"):
         kvfold.plan(DEMO, seed=10**5000)
+    with pytest.raises(InvalidInput, match=r"^batch is .*; it should be less than or equal to 1000000000$"):
+        kvfold.plan(DEMO, batch=10**400)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"sequences": 10**5000}, {"context": 10**14}, {"batch": 10**400}, {"length": 2**70}]
-)
-def test_numbers_beyond_all_use_are_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"sequences": 10**5000}, {"context": 10**14}, {"length": 2**70}])
+def test_numbers_beyond_all_use_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     (name,) = wrong
-    with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be less than or equal to 1000000000$"):
-        kvfold.plan(DEMO, **wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"sequences": 10**10}, {"context": 10**14}, {"length": 2**70}])
-def test_a_fold_refuses_them_too(wrong: dict[str, Any], tmp_path: Path) -> None:
-    (name,) = wrong
-    with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be less than or equal to 1000000000$"):
-        kvfold.fold(DEMO, kvfold.GQA(kv_heads=1), out=tmp_path / "out", **wrong)
+    for call in (
+        partial(kvfold.plan, DEMO),
+        partial(kvfold.fold, DEMO, kvfold.GQA(kv_heads=1), out=tmp_path / "out"),
+    ):
+        with pytest.raises(InvalidInput, match=rf"^{name} is .*; it should be .* or equal to 1000000000$"):
+            call(**wrong)
 
 
 _HUGE = 10**30
@@ -192,9 +176,7 @@ def test_nothing_is_kept_inside_a_model(tmp_path: Path) -> None:
             ("task_cache", {"suites": ["tasks"]}),
             ("offload_dir", {"text": "stdlib", "device_map": "auto"}),
         ):
-            with pytest.raises(
-                InvalidInput, match=f"^{name} {model}/kept is {model} or inside it; name a place"
-            ):
+            with pytest.raises(InvalidInput, match=rf"^{name} {model}/kept is {model} or .*; name a place"):
                 kvfold.evaluate(fold, **{name: model / "kept"}, **more)  # type: ignore[arg-type]
     for name in ("save_statistics", "png"):
         with pytest.raises(InvalidInput, match=f"^{name} {source}/x.* is {source} or inside it"):

@@ -13,19 +13,18 @@ from kvfold.cli import main
 from kvfold.core.signals import Interrupted
 from kvfold.distill.run import job
 
+from .support.commands import run_main
+
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [("many", "a number of tokens, such as"), ("0", "at least 1"), ("1.5", "whole number"), ("nan", "whole")],
 )
-def test_a_wrong_length_leaves_no_directory(
-    tokens: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_length(tokens: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without --out, so that the right command is not refused by it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for place in (["--out", str(tmp_path / "made")], []):
-        refused = CliRunner().invoke(main, ["demo", "--tokens", tokens, *place])
-        assert refused.exit_code == 2
+        refused = run_main("demo", "--tokens", tokens, *place, code=2)
         assert f"--tokens is '{tokens}'; it should be a" in refused.stderr
         assert words in refused.stderr
     assert list(tmp_path.iterdir()) == []
@@ -37,18 +36,15 @@ def shown(out: Path, tokens: str = "8k") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-def test_a_signal_ends_it_with_a_sentence(
-    placed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_it_in_words(placed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: Any) -> None:
         raise Interrupted(signal.SIGTERM, "stopped after step 3 of 86 of stage kl")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(demo, "_run", stopped)
-    ended = CliRunner().invoke(main, ["demo", *(["--out", str(tmp_path / "made")] if placed else [])])
-    assert ended.exit_code == 128 + signal.SIGTERM
+    done = run_main("demo", *(["--out", str(tmp_path / "made")] if placed else []), code=128 + signal.SIGTERM)
     advice = "run the same command again to resume" if placed else "give --out, and the same command resumes"
-    assert ended.stderr == f"Interrupted: stopped after step 3 of 86 of stage kl; {advice}.\n"
+    assert done.stderr == f"Interrupted: stopped after step 3 of 86 of stage kl; {advice}.\n"
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,24 +137,10 @@ def test_files_have_names_of_their_own() -> None:
     assert not {name: places for name, places in homes.items() if len(places) > 1}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "convert",
-        "distill",
-        "eval",
-        "verify",
-        "publish",
-        "demo",
-        "families",
-        "engines",
-        "plan",
-        "report",
-        "migrate",
-        "quantize",
-    ],
-)
+@pytest.mark.parametrize("command", [
+    "", "convert", "distill", "eval", "verify", "publish", "demo", "families", "engines", "plan", "report",
+    "migrate", "quantize",
+])  # fmt: skip
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [*command.split(), "--help"]
     code = (

@@ -1,7 +1,4 @@
-"""The installed files are those of the repository.
-
-A wheel holds every module, the demo checkpoint and the three commands.
-"""
+"""The installed files are the repository's: every module, the demo checkpoint and the three commands."""
 
 import subprocess
 import sys
@@ -34,9 +31,7 @@ def test_wheel_is_complete(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        entry_points = archive.read(
-            next(name for name in names if name.endswith("entry_points.txt"))
-        ).decode()
+        programs = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     modules = {f"kvfold/{path.relative_to(ROOT)}" for each in FOLDERS for path in (ROOT / each).rglob("*.py")}
     modules |= {
         str(path.relative_to(ROOT))
@@ -49,16 +44,10 @@ def test_wheel_is_complete(tmp_path: Path) -> None:
         for name in ("cpu", "single", "ddp", "fsdp2", "zero2", "multinode")
     } <= names
     assert {f"kvfold/eval/page/templates/page.{kind}" for kind in ("html", "css", "js")} <= names
-    assert {
-        "kvfold/recipes/demo/model.safetensors",
-        "kvfold/recipes/demo/distill.yaml",
-        "kvfold/py.typed",
-    } <= names
-    assert {line.partition(" =")[0] for line in entry_points.splitlines() if "=" in line} == {
-        "kvfold",
-        "convert",
-        "distill",
-    }
+    demo = "kvfold/recipes/demo"
+    assert {f"{demo}/model.safetensors", f"{demo}/distill.yaml", "kvfold/py.typed"} <= names
+    scripts = {line.partition(" =")[0] for line in programs.splitlines() if "=" in line}
+    assert scripts == {"kvfold", "convert", "distill"}
 
 
 def test_commands_are_one_object() -> None:

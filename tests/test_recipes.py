@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvfold.cli import main
 from kvfold.convert.cli import main as convert
 from kvfold.distill.cli import main as distill
 from kvfold.distill.recipe.recipe_file import as_recipe
 from kvfold.distill.run.explain import explain
 
+from .support.commands import run_main
 from .support.documents import write_documents
 from .support.old_files import add_old_buffers
 from .support.tokenizers import save_tokenizer
@@ -91,12 +90,9 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     # Has a class of its own, which the folded checkpoint's configuration does not lead to.
     if family == "qwen2":
         own = {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "bos_token": None,
-            "unk_token": None,
-            "eos_token": "end",
+            "tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "unk_token": None, "eos_token": "end",
             "pad_token": "end",
-        }
+        }  # fmt: skip
         (tmp_path / "source" / "tokenizer_config.json").write_text(json.dumps(own), encoding="utf-8")
     write_documents(tmp_path / "text.jsonl")
     (tmp_path / "held.txt").write_text(" ".join(str(number**3) for number in range(99)), encoding="utf-8")
@@ -119,6 +115,5 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
 
 
 def run(words: list[str]) -> str:
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, (words, result.output, result.exception)
+    result = run_main(*words)
     return result.stdout

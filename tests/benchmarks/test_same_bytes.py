@@ -1,6 +1,4 @@
-"""The benchmark that two revisions fold alike finds every kind of difference, and takes each revision's own
-code.
-"""
+"""The benchmark that two revisions fold alike finds every difference, and runs each revision's own code."""
 
 import json
 import subprocess
@@ -17,12 +15,9 @@ from benchmarks.differences import compare
 from benchmarks.same_bytes import Row
 
 RECORD: dict[str, Any] = {
-    "kvfold": "0.1.0",
-    "command": "kvfold convert /one/source --to mla --rank 8",
-    "source": {"path": "/one/source"},
-    "notices": ["a sentence"],
-    "layers": [{"measured": 0.5}],
-}
+    "kvfold": "0.1.0", "command": "kvfold convert /one/source --to mla --rank 8",
+    "source": {"path": "/one/source"}, "notices": ["a sentence"], "layers": [{"measured": 0.5}],
+}  # fmt: skip
 # A package in place of kvfold: `python -m kvfold NUMBER` writes one weight file, and fails at 0.
 PACKAGE = """\
 import sys
@@ -37,11 +32,9 @@ Path("model.safetensors").write_text(str(grow(number)))
 def write(folder: Path, **changes: Any) -> Path:
     """Write what a fold may write; `changes` are keys of kvfold.json, or texts of files by their stems."""
     texts = {
-        "model.safetensors": "weights",
-        "config.json": "{}",
-        "layers_kvfold.py": "code",
+        "model.safetensors": "weights", "config.json": "{}", "layers_kvfold.py": "code",
         "README.md": "card",
-    }
+    }  # fmt: skip
     texts |= {name: changes.pop(Path(name).stem) for name in texts if Path(name).stem in changes}
     folder.mkdir()
     for name, text in {**texts, "kvfold.json": json.dumps({**RECORD, **changes})}.items():
@@ -49,35 +42,29 @@ def write(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"model": "other"}, "model.safetensors: "),
-        ({"config": '{"a": 1}'}, "config.json: "),
-        ({"layers": [{"measured": 0.25}]}, "kvfold.json: layers[0].measured is 0.5 before, 0.25 after"),
-        ({"layers": []}, "kvfold.json: layers[0].measured is 0.5 before, missing after"),
-        ({"command": "kvfold convert /one/source --to mla --rank 9"}, "kvfold.json: command is "),
-    ],
-)
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"model": "other"}, "model.safetensors: "),
+    ({"config": '{"a": 1}'}, "config.json: "),
+    ({"layers": [{"measured": 0.25}]}, "kvfold.json: layers[0].measured is 0.5 before, 0.25 after"),
+    ({"layers": []}, "kvfold.json: layers[0].measured is 0.5 before, missing after"),
+    ({"command": "kvfold convert /one/source --to mla --rank 9"}, "kvfold.json: command is "),
+])  # fmt: skip
 def test_differences_are_found(changes: dict[str, Any], found: str, tmp_path: Path) -> None:
     result = compare(write(tmp_path / "one"), write(tmp_path / "other", **changes))
     assert any(text.startswith(found) for text in result.found), result.found
     assert list(result.weights) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "note"),
-    [
-        ({}, None),
-        ({"kvfold": "0.2.0"}, None),
-        ({"source": {"path": "/other/source"}}, None),
-        ({"command": "kvfold convert /other/source --rank 8 --to mla"}, None),
-        ({"layers_kvfold": "new code"}, "layers_kvfold.py: code changed"),
-        ({"README": "new card"}, "README.md: card changed"),
-        ({"notices": ["a better sentence"]}, "kvfold.json: notices[0] is "),
-        ({"request": {"to": "mla"}}, "kvfold.json: request.to is missing before, 'mla' after"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "note"), [
+    ({}, None),
+    ({"kvfold": "0.2.0"}, None),
+    ({"source": {"path": "/other/source"}}, None),
+    ({"command": "kvfold convert /other/source --rank 8 --to mla"}, None),
+    ({"layers_kvfold": "new code"}, "layers_kvfold.py: code changed"),
+    ({"README": "new card"}, "README.md: card changed"),
+    ({"notices": ["a better sentence"]}, "kvfold.json: notices[0] is "),
+    ({"request": {"to": "mla"}}, "kvfold.json: request.to is missing before, 'mla' after"),
+])  # fmt: skip
 def test_allowed_changes_are_notes(changes: dict[str, Any], note: str | None, tmp_path: Path) -> None:
     result = compare(write(tmp_path / "one"), write(tmp_path / "other", **changes))
     assert result.found == []
@@ -88,11 +75,9 @@ def test_saved_statistics_may_name_their_run(tmp_path: Path) -> None:
     """Their numbers and all else that they say must be the same."""
     tensors, about = {"0.x": torch.ones(2)}, {"schema": 3, "seed": 0}
     files = {
-        "one": (tensors, about),
-        "named": (tensors, {**about, "run": "abc"}),
-        "seeded": (tensors, {**about, "seed": 1}),
-        "changed": ({"0.x": torch.zeros(2)}, about),
-    }
+        "one": (tensors, about), "named": (tensors, {**about, "run": "abc"}),
+        "seeded": (tensors, {**about, "seed": 1}), "changed": ({"0.x": torch.zeros(2)}, about),
+    }  # fmt: skip
     for name, (values, said) in files.items():
         (tmp_path / name).mkdir()
         save_file(values, tmp_path / name / "s.safetensors", {"kvfold.statistics": json.dumps(said)})
@@ -130,16 +115,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / "kvfold" / "__main__.py").write_text(PACKAGE.format(module=module))
         git(root, "add", "--all")
         git(
-            root,
-            "-c",
-            "user.name=t",
-            "-c",
-            "user.email=t@localhost",
-            "commit",
-            "--quiet",
-            "--message",
+            root, "-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "--quiet", "--message",
             module,
-        )
+        )  # fmt: skip
     return root
 
 
@@ -152,10 +130,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_each_revision_runs_its_own_code(repository: Path, tmp_path: Path) -> None:
-    """The second revision lacks the first one's module, and the other way round.
-
-    Kvfold is installed here all the while.
-    """
+    """Each revision lacks the other one's module, while kvfold is installed here."""
     report = tmp_path / "report.json"
     result = run("--before", "HEAD~1", "--after", "HEAD", "--json", str(report))
     assert result.exit_code == 0, result.output

@@ -67,30 +67,21 @@ def test_suites_may_be_missing_empty_or_unknown(tmp_path: Path) -> None:
     assert measured_by(tmp_path) is None, "there is no perplexity"
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
-        ("suites.ppl.student.perplexity", float("nan"), "suites.ppl.student.perplexity: .*finite"),
-        ("suites.ppl.student.perplexity", -1.0, "suites.ppl.student: .*perplexity must be greater than 0"),
-        ("suites.ppl.teacher.nll.mean", "good", "suites.ppl.teacher.nll.mean: "),
-        ("suites.cache.ratio", 0, "suites.cache: .*ratio must be greater than 0"),
-        ("suites.retrieval.student.passkey.accuracy", [[1.0]], "passkey: .*one column per depth"),
-        ("suites.retrieval.student.multikey.choice", [[2.0, 0.0]], "multikey: .*between 0 and 1"),
-        ("suites.tasks.tasks.arc_easy.primary", "f1", "arc_easy: .*there is no metric f1"),
-        ("suites.speed.cells", {}, "suites.speed.cells: "),
-        ("checkpoint", 3, r"\(checkpoint: "),
-        ("protocol.windows", "many", r"\(protocol.windows: "),
-        (
-            "schema",
-            1,
-            "not a report of schema 2 .its schema is 1.; move it away and measure again: kvfold eval",
-        ),
-        ("checkpoint.path", str(REPORTS), "was measured on"),
-    ],
-)
-def test_a_damaged_report_is_refused_in_one_sentence(
-    tmp_path: Path, place: str, value: Any, words: str
-) -> None:
+@pytest.mark.parametrize(("place", "value", "words"), [
+    ("suites.ppl.student.perplexity", float("nan"), "suites.ppl.student.perplexity: .*finite"),
+    ("suites.ppl.student.perplexity", -1.0, "suites.ppl.student: .*perplexity must be greater than 0"),
+    ("suites.ppl.teacher.nll.mean", "good", "suites.ppl.teacher.nll.mean: "),
+    ("suites.cache.ratio", 0, "suites.cache: .*ratio must be greater than 0"),
+    ("suites.retrieval.student.passkey.accuracy", [[1.0]], "passkey: .*one column per depth"),
+    ("suites.retrieval.student.multikey.choice", [[2.0, 0.0]], "multikey: .*between 0 and 1"),
+    ("suites.tasks.tasks.arc_easy.primary", "f1", "arc_easy: .*there is no metric f1"),
+    ("suites.speed.cells", {}, "suites.speed.cells: "),
+    ("checkpoint", 3, r"\(checkpoint: "),
+    ("protocol.windows", "many", r"\(protocol.windows: "),
+    ("schema", 1, "not a report of schema 2 .its schema is 1.; move it away and measure again: kvfold eval"),
+    ("checkpoint.path", str(REPORTS), "was measured on"),
+])  # fmt: skip
+def test_damaged_reports_are_one_sentence(tmp_path: Path, place: str, value: Any, words: str) -> None:
     content = stored()
     *above, last = place.split(".")
     inner = content

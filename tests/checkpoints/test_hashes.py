@@ -23,9 +23,7 @@ def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
     }
 
 
-def test_an_interruption_does_not_wait_for_large_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruptions_do_not_wait_for_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without an end is read until another one fails, and its hash is no result."""
     endless, begun, found = tmp_path / "endless", Event(), []
     endless.touch()

@@ -11,15 +11,12 @@ from kvfold.core.errors import InvalidInput
 from kvfold.core.hub import resolve
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("adapter_config.json", "holds an adapter, not a model; merge it into its base model"),
-        ("model-Q4_K_M.gguf", "has no config.json but model-Q4_K_M.gguf; kvfold reads safetensors"),
-        ("checkpoint-500/config.json", "give a directory in it that has: {}/checkpoint-500"),
-        ("notes.txt", "has no config.json; give the directory of a Hugging Face checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("file", "words"), [
+    ("adapter_config.json", "holds an adapter, not a model; merge it into its base model"),
+    ("model-Q4_K_M.gguf", "has no config.json but model-Q4_K_M.gguf; kvfold reads safetensors"),
+    ("checkpoint-500/config.json", "give a directory in it that has: {}/checkpoint-500"),
+    ("notes.txt", "has no config.json; give the directory of a Hugging Face checkpoint"),
+])  # fmt: skip
 def test_the_sentence_says_what_there_is_instead(file: str, words: str, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("{}")
@@ -46,7 +43,5 @@ def test_names_in_a_sentence_stay_on_its_line(tmp_path: Path) -> None:
 def test_a_file_in_gguf_is_called_that(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
-    with pytest.raises(
-        InvalidInput, match="is a GGUF file, and kvfold reads safetensors; give the directory"
-    ):
+    with pytest.raises(InvalidInput, match=r"is a GGUF file, .* reads safetensors; give the directory"):
         resolve(str(file))

@@ -20,9 +20,7 @@ def write_header(file: Path, content: bytes) -> Path:
     return file
 
 
-def test_a_writer_that_cannot_be_opened_holds_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_does_not_open_holds_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is open keeps its space on a full disk, also once it is removed."""
     opened: list[int] = []
 
@@ -43,9 +41,7 @@ def test_a_writer_that_cannot_be_opened_holds_no_file(
 
 def test_a_header_that_would_fill_the_memory(tmp_path: Path) -> None:
     file = write_header(tmp_path / "model.safetensors", b" " * (HEADER_LIMIT + 1))
-    with pytest.raises(
-        InvalidInput, match="and at most 33554432 are read; save the checkpoint in more files"
-    ):
+    with pytest.raises(InvalidInput, match=r"at most 33554432 .* read; save the checkpoint in more files"):
         read_header(file)
 
 

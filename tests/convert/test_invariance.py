@@ -88,11 +88,7 @@ def test_nor_in_half_the_digits(tmp_path: Path, case: Callable[..., Case], fold:
 
 
 def deaf(layer: Layer, draw: torch.Generator, sink: float = 0.0) -> Layer:
-    """No query looks at the last rotary pair; keys there may be anything.
-
-    The first channel of the input is the largest at the first token, so keys that follow it are those of a
-    sink.
-    """
+    """No query looks at the last rotary pair; channel 0 makes its keys a sink's."""
     pairs = layer.q_NHD.shape[1] // 2
     q_NHD, k_KHD = layer.q_NHD.clone(), layer.k_KHD.clone()
     q_NHD[:, [pairs - 1, 2 * pairs - 1]] = 0
@@ -105,18 +101,14 @@ def sinking(layer: Layer, draw: torch.Generator) -> Layer:
 
 
 @pytest.mark.parametrize("fold", [name for name in FOLDS if "refined" not in name])
-def test_large_keys_that_no_query_sees_cost_nothing(
-    tmp_path: Path, case: Callable[..., Case], fold: str
-) -> None:
+def test_large_keys_no_query_sees_cost_nothing(tmp_path: Path, case: Callable[..., Case], fold: str) -> None:
     """Keys of a hundred times the norm, as attention sinks have them, are no reason to keep them."""
     losses = [loss(*case(how), tmp_path / how.__name__, FOLDS[fold]) for how in (deaf, sinking)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 @pytest.mark.parametrize("fold", ["gqa, refined", "mla, refined"])
-def test_they_do_not_keep_refinement_from_its_gain(
-    tmp_path: Path, case: Callable[..., Case], fold: str
-) -> None:
+def test_refinement_keeps_its_gain(tmp_path: Path, case: Callable[..., Case], fold: str) -> None:
     """Steps are as large as a tensor is on the whole, so such keys change them; not for the worse."""
     refined, sunk, closed = (
         loss(*case(how), tmp_path / f"{how.__name__}-{steps}", {**FOLDS[fold], "refine": steps})

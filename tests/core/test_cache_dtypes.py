@@ -60,5 +60,4 @@ def test_numbers_pass_with_a_gradient(name: str) -> None:
     read = kind.passed(values)
     torch.testing.assert_close(read, values if name == "bfloat16" else kind.stored(values))
     read.sum().backward()
-    assert values.grad is not None
     torch.testing.assert_close((values * values.grad).sum(), read.sum(), rtol=1e-4, atol=1e-4)

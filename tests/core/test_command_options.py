@@ -75,37 +75,31 @@ def test_values_reach_the_settings_as_they_are() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--to c", "Invalid value for '--to': 'c' is not one of 'a', 'b'"),
-        ("--to a --count 0", "Invalid value for '--count': 0 is not in the range x>=1"),
-        ("--to a --count 2000000000", "--count is 2000000000; it should be less than or equal to 1000000000"),
-        ("--to a --share nan", "--share is nan; it should be a"),
-        ("--to a --size much", "--size is 'much'; it should be a size, for example 500MB or 5GB"),
-        ("--to a --context 0", "--context is '0'; it should be a number of tokens, for example 8192 or 8k"),
-        ("--to a --kinds z", "Invalid value for '--kinds': 'z' is not one of 'x', 'y'"),
-        ("", "--to is missing: Where to; choose from a, b"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("--to c", "Invalid value for '--to': 'c' is not one of 'a', 'b'"),
+    ("--to a --count 0", "Invalid value for '--count': 0 is not in the range x>=1"),
+    ("--to a --count 2000000000", "--count is 2000000000; it should be less than or equal to 1000000000"),
+    ("--to a --share nan", "--share is nan; it should be a"),
+    ("--to a --size much", "--size is 'much'; it should be a size, for example 500MB or 5GB"),
+    ("--to a --context 0", "--context is '0'; it should be a number of tokens, for example 8192 or 8k"),
+    ("--to a --kinds z", "Invalid value for '--kinds': 'z' is not one of 'x', 'y'"),
+    ("", "--to is missing: Where to; choose from a, b"),
+])  # fmt: skip
 def test_mistakes_name_the_option(words: str, sentence: str) -> None:
     refused = CliRunner().invoke(main, words.split())
     assert refused.exit_code == 2
     assert sentence in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"to": "c"}, "to is 'c'; it should be 'a' or 'b'"),
-        ({}, "to is missing: Where to; choose from a, b"),
-        ({"to": "a", "count": "x"}, "count is 'x'; it should be a whole number"),
-        ({"to": "a", "share": True}, "share is True; it should be a number"),
-        ({"to": "a", "kinds": ["z"]}, "kinds is 'z'; it should be 'x' or 'y'"),
-        ({"to": "a", "size_limits": 3}, "unknown name 'size_limits'; did you mean 'size_limit'?"),
-        ({"to": "a", "out": "a\0b"}, "it should be a path, neither empty nor with a null"),
-    ],
-)
+@pytest.mark.parametrize(("values", "sentence"), [
+    ({"to": "c"}, "to is 'c'; it should be 'a' or 'b'"),
+    ({}, "to is missing: Where to; choose from a, b"),
+    ({"to": "a", "count": "x"}, "count is 'x'; it should be a whole number"),
+    ({"to": "a", "share": True}, "share is True; it should be a number"),
+    ({"to": "a", "kinds": ["z"]}, "kinds is 'z'; it should be 'x' or 'y'"),
+    ({"to": "a", "size_limits": 3}, "unknown name 'size_limits'; did you mean 'size_limit'?"),
+    ({"to": "a", "out": "a\0b"}, "it should be a path, neither empty nor with a null"),
+])  # fmt: skip
 def test_mistakes_of_python_name_the_field(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         Asked.read(values)

@@ -1,6 +1,5 @@
 """Behaviour that all commands share."""
 
-import gc
 import json
 import os
 import signal
@@ -11,24 +10,12 @@ from pathlib import Path
 
 import click
 import pytest
-import torch
 from click.testing import CliRunner
 
 from kvfold.cli import main as kvfold
 from kvfold.core import console
-from kvfold.core.console import Command, calling, listening, loading, notice
+from kvfold.core.console import Command, calling, listening, notice
 from kvfold.core.errors import InvalidInput, renamed
-
-
-def test_loading_leaves_others_alone() -> None:
-    """In a process that has torch already, whose garbage may be models, nothing is kept from the
-    collector.
-    """
-    assert torch.__name__ in sys.modules
-    before = gc.get_freeze_count()
-    with loading():
-        assert gc.isenabled()
-    assert gc.get_freeze_count() == before
 
 
 def test_options_get_other_names_outside_of_commands() -> None:
@@ -59,34 +46,20 @@ def test_a_notice_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.endswith("a that is ignored\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("evla", "No such command 'evla'"),
-        ("--verbos", "No such option"),
-        ("eval recipes/demo --txet stdlib", "No such option"),
-        ("eval", "Missing argument 'MODEL'"),
-        ("distill explain", "Missing argument 'RECIPE"),
-        (
-            "eval recipes/demo --window many",
-            "Invalid value for '--window': 'many' is not a valid integer range",
-        ),
-        (
-            "eval recipes/demo --suite ppl --suite=cache",
-            "--suite is given 2 times; give it once, with commas",
-        ),
-        (
-            "migrate recipes/demo --to gqa --until kl<1 --out x --steps 50% --steps 25%",
-            "--steps is given 2 times; give it once, with commas",
-        ),
-        (
-            "eval recipes/demo out",
-            "unexpected argument out; kvfold eval takes MODEL, and --out names the output",
-        ),
-        ("families llama", "unexpected argument llama; kvfold families takes options only"),
-        ("plan a b c", "unexpected argument b c; kvfold plan takes MODEL"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("evla", "No such command 'evla'"),
+    ("--verbos", "No such option"),
+    ("eval recipes/demo --txet stdlib", "No such option"),
+    ("eval", "Missing argument 'MODEL'"),
+    ("distill explain", "Missing argument 'RECIPE"),
+    ("eval recipes/demo --window many", "Invalid value for '--window': 'many' is not a valid integer range"),
+    ("eval recipes/demo --suite ppl --suite=cache", "--suite is given 2 times; give it once, with commas"),
+    ("migrate recipes/demo --to gqa --until kl<1 --out x --steps 50% --steps 25%",
+     "--steps is given 2 times; give it once, with commas"),
+    ("eval recipes/demo out", "unexpected argument out; kvfold eval takes MODEL, and --out names the output"),
+    ("families llama", "unexpected argument llama; kvfold families takes options only"),
+    ("plan a b c", "unexpected argument b c; kvfold plan takes MODEL"),
+])  # fmt: skip
 def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentence: str) -> None:
     done = CliRunner().invoke(kvfold, words.split(), prog_name="kvfold")
     command = " ".join(
@@ -102,19 +75,8 @@ def test_a_mistake_in_the_words_of_a_command_is_one_sentence(words: str, sentenc
 
 def test_the_last_of_several_values_counts(tmp_path: Path) -> None:
     """Scripts append options to replace earlier ones."""
-    words = [
-        "convert",
-        "recipes/demo",
-        "--to",
-        "mqa",
-        "--to",
-        "gqa",
-        "--kv-heads",
-        "2",
-        "--dry-run",
-        "--json",
-    ]
-    done = CliRunner().invoke(kvfold, [*words, "--out", str(tmp_path / "out")])
+    words = "convert recipes/demo --to mqa --to gqa --kv-heads 2 --dry-run --json --out"
+    done = CliRunner().invoke(kvfold, [*words.split(), str(tmp_path / "out")])
     assert json.loads(done.stdout)["target"]["name"] == "gqa"
 
 
@@ -214,28 +176,19 @@ def test_a_full_stdout_is_named(words: str) -> None:
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"RANK": "1"}, "the environment has RANK=1, where a launched process has WORLD_SIZE, RANK, "),
-        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, where"),
-        ({"WORLD_SIZE": "two"}, "the environment has WORLD_SIZE=two, where"),
-        ({"LOCAL_RANK": "0"}, "the environment has LOCAL_RANK=0, where"),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
-            "the environment has WORLD_SIZE=2, RANK=0, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, where",
-        ),
-        (
-            {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
-            "the environment has WORLD_SIZE=2, RANK=2, ",
-        ),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
-    ],
-)
+@pytest.mark.parametrize(("variables", "sentence"), [
+    ({"RANK": "1"}, "the environment has RANK=1, where a launched process has WORLD_SIZE, RANK, "),
+    ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, where"),
+    ({"WORLD_SIZE": "two"}, "the environment has WORLD_SIZE=two, where"),
+    ({"LOCAL_RANK": "0"}, "the environment has LOCAL_RANK=0, where"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+     "the environment has WORLD_SIZE=2, RANK=0, LOCAL_RANK=0, MASTER_ADDR=127.0.0.1, where"),
+    ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
+     "the environment has WORLD_SIZE=2, RANK=2, "),
+    ({"WORLD_SIZE": "1", "RANK": "0"}, None),
+])  # fmt: skip
 @pytest.mark.parametrize("words", ["families --json", "convert a --to mqa", "distill a", "eval a"])
-def test_half_of_a_launchers_variables_is_one_sentence(
-    words: str, variables: dict[str, str], sentence: str | None
-) -> None:
+def test_half_of_a_launchers_variables(words: str, variables: dict[str, str], sentence: str | None) -> None:
     done = CliRunner(env=variables).invoke(kvfold, words.split())
     if sentence is None:
         assert "the environment has" not in done.stderr
@@ -245,28 +198,8 @@ def test_half_of_a_launchers_variables_is_one_sentence(
 
 
 def test_help_is_shown_where_a_list_is_given_twice() -> None:
-    done = CliRunner().invoke(
-        kvfold, ["eval", "recipes/demo", "--suite", "ppl", "--suite", "cache", "--help"]
-    )
+    done = CliRunner().invoke(kvfold, "eval recipes/demo --suite ppl --suite cache --help")
     assert (done.exit_code, done.stdout.startswith("Usage:")) == (0, True)
-
-
-def test_loading_in_a_command() -> None:
-    """In a fresh process what is imported is set aside, and the collector runs again, also after an import
-    that fails.
-    """
-    code = (
-        "import gc\n"
-        "from kvfold.core.console import loading\n"
-        "try:\n"
-        "    with loading():\n"
-        "        assert not gc.isenabled()\n"
-        "        import kvfold.nothing\n"
-        "except ImportError:\n"
-        "    print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
 
 
 ENDING = """
@@ -310,10 +243,7 @@ def test_one_of_several_processes_ends_before_the_interpreter_is_taken_apart(cod
 def test_the_time_left_counts_what_is_worked_on_side_by_side(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight units, four at once: the first four take ten seconds, and so will the other four.
-
-    When these begin to end, nothing is known of the rest.
-    """
+    """Eight units, four at once: the first four take ten seconds, and so will the others."""
     clock = iter([0.0, *(10.0 + done for done in range(4)), *(21.0 + done for done in range(4))])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(console, "is_shown", lambda: True)
@@ -332,15 +262,12 @@ def _of_library(name: str, kind: type[BaseException]) -> Callable[[], None]:
     return act
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "says"),
-    [
-        ("transformers.models.x", KeyError, "transformers stopped with KeyError (\"'no unknown token'\"): "),
-        ("datasets.load", TypeError, "datasets stopped with TypeError ('no unknown token'): its files may"),
-        ("transformers.y", Exception, "the tokenizer fails on a text ('no unknown token')"),
-        ("kvfold.texts", Exception, "the tokenizer fails on a text"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "says"), [
+    ("transformers.models.x", KeyError, "transformers stopped with KeyError (\"'no unknown token'\"): "),
+    ("datasets.load", TypeError, "datasets stopped with TypeError ('no unknown token'): its files may"),
+    ("transformers.y", Exception, "the tokenizer fails on a text ('no unknown token')"),
+    ("kvfold.texts", Exception, "the tokenizer fails on a text"),
+])  # fmt: skip
 def test_errors_of_libraries_are_sentences(name: str, kind: type[Exception], says: str) -> None:
     act = _of_library(name, kind)
     done = CliRunner().invoke(click.command(cls=Command)(lambda: act()))

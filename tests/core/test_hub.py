@@ -1,8 +1,4 @@
-"""Hub ids.
-
-From the local cache when offline, and over HTTP from a server that speaks the part of the protocol that is
-used.
-"""
+"""Hub ids: from the local cache when offline, and over HTTP from a server on localhost."""
 
 import hashlib
 import json
@@ -153,11 +149,8 @@ def test_a_model_is_downloaded_by_its_id(tmp_path: Path, endpoint: str) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
     for arguments, sentence in (
         (("org/tiny@v9", *MQA), "org/tiny has no revision v9"),
-        (
-            ("org/absent", *MQA),
-            "org/absent is neither a directory nor a model on the Hub that you may read",
-        ),
-    ):
+        (("org/absent", *MQA), "org/absent is neither a directory nor a model on the Hub that you may read"),
+    ):  # fmt: skip
         refused = kvfold(*arguments, cwd=tmp_path, **online)
         assert refused.returncode == 2, refused.stderr
         assert sentence in refused.stderr
@@ -196,20 +189,13 @@ def test_a_download_that_breaks_off_is_one_sentence(tmp_path: Path, kind: type[H
     assert endpoint not in sentence
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "words"),
-    [
-        (ConnectionResetError(104, "reset"), InvalidInput, "could not be downloaded .* run the same command"),
-        (
-            socket.gaierror(-2, "no such name"),
-            InvalidInput,
-            "could not be downloaded .* run the same command",
-        ),
-        (OSError(28, "No space left on device"), OSError, "No space left"),
-        (TypeError("unexpected keyword argument"), TypeError, "unexpected keyword argument"),
-        (AttributeError("no such name"), AttributeError, "no such name"),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "words"), [
+    (ConnectionResetError(104, "reset"), InvalidInput, "could not be downloaded .* run the same command"),
+    (socket.gaierror(-2, "no such name"), InvalidInput, "could not be downloaded .* run the same command"),
+    (OSError(28, "No space left on device"), OSError, "No space left"),
+    (TypeError("unexpected keyword argument"), TypeError, "unexpected keyword argument"),
+    (AttributeError("no such name"), AttributeError, "no such name"),
+])  # fmt: skip
 def test_errors_of_the_machine_and_of_the_code_are_not_of_the_network(
     error: Exception, kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

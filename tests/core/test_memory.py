@@ -20,27 +20,20 @@ def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     assert free_bytes() == 850
 
 
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ..."),
-            "the GPU has too little memory (2.00 GiB more were needed); use --jobs 1",
+@pytest.mark.parametrize(("error", "sentence"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ..."),
+     "the GPU has too little memory (2.00 GiB more were needed); use --jobs 1"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+     "the GPU has too little memory; use --jobs 1"),
+    (
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+            "you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)"
         ),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-            "the GPU has too little memory; use --jobs 1",
-        ),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
-                "you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)"
-            ),
-            "this machine has too little memory (64 bytes more were needed); use --jobs 1",
-        ),
-        (MemoryError(), "this machine has too little memory; use --jobs 1"),
-    ],
-)
+        "this machine has too little memory (64 bytes more were needed); use --jobs 1",
+    ),
+    (MemoryError(), "this machine has too little memory; use --jobs 1"),
+])  # fmt: skip
 def test_a_full_memory_is_one_sentence(error: Exception, sentence: str) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 

@@ -56,34 +56,21 @@ def run_in_two(commands: list[list[str]], before: str = "") -> list[tuple[Result
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """Text of the source's own (five sequences do not halve), statistics, one output.
-
-    Layer by layer as well; mistakes.
-    """
+    """Text of its own (five sequences do not halve), statistics, one output; layer by layer; mistakes."""
     source = make(tmp_path / "source", num_attention_heads=4, num_key_value_heads=2)
 
     def command(name: str, *options: str) -> list[str]:
-        taken = [
-            "--to",
-            "mla",
-            "--rank",
-            "9",
-            "--length",
-            "12",
-            "--save-statistics",
-            str(tmp_path / f"{name}.safetensors"),
-        ]
-        return [str(source), *taken, "--out", str(tmp_path / name), *options]
+        taken = ["--to", "mla", "--rank", "9", "--length", "12", "--save-statistics"]
+        places = [str(tmp_path / f"{name}.safetensors"), "--out", str(tmp_path / name)]
+        return [str(source), *taken, *places, *options]
 
     assert CliRunner().invoke(main, command("alone", "--sequences", "5")).exit_code == 0
     whole, layerwise, few, absent = run_in_two(
         [
-            command("whole", "--sequences", "5"),
-            command("layerwise", "--sequences", "5", "--layerwise"),
-            command("few", "--sequences", "1"),
-            command("absent", "--calibration", "nowhere.txt"),
+            command("whole", "--sequences", "5"), command("layerwise", "--sequences", "5", "--layerwise"),
+            command("few", "--sequences", "1"), command("absent", "--calibration", "nowhere.txt"),
         ]
-    )
+    )  # fmt: skip
     alone = Statistics.load(tmp_path / "alone.safetensors")
     for (result, code, said), name in ((whole, "whole"), (layerwise, "layerwise")):
         assert (result.exit_code, code, said) == (0, 0, ""), result.output
@@ -140,10 +127,7 @@ main(sys.argv[1:])
 
 
 def test_layers_are_shared_by_processes(tmp_path: Path) -> None:
-    """Each folds some of the layers into the same output, whose bytes are those of one process.
-
-    Mistakes of any end all.
-    """
+    """Each folds some layers into the same output, whose bytes are those of one process."""
     source = make(tmp_path / "source", num_hidden_layers=5, shard_size="40KB")
     folds: list[list[str]] = [
         [str(source), "--to", *to, "--calibration", "none", "--shard-size", "30KB", "--out"]
@@ -178,9 +162,7 @@ FileLock.release = lambda *args, **named: (time.sleep(0.5), release(*args, **nam
 """
 
 
-def test_files_are_removed_once_every_process_has_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_go_once_every_process_has_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that releases its lock after rank 0 removed the directory's files would make the file again."""
     broken = make(tmp_path / "broken", num_hidden_layers=2)
     tensors = load_file(broken / "model.safetensors")
@@ -212,17 +194,14 @@ def test_killed_processes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.M
     assert CliRunner().invoke(main, [*command, str(whole)]).exit_code == 0
     port, started = str(free_port()), []
     for rank in "01":
-        launched = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         arguments = [warm_python(), "-c", STOPPED, *command, str(out)]
-        started.append(subprocess.Popen(arguments, env={**os.environ, **launched}, stdout=subprocess.PIPE))
+        started.append(
+            subprocess.Popen(
+                arguments, env={**os.environ, **launched, "MASTER_PORT": port}, stdout=subprocess.PIPE
+            )
+        )
     for process in started:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
     alone = CliRunner().invoke(main, [*command, str(out)])
     assert "another kvfold is at work in" in alone.output

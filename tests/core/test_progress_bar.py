@@ -4,10 +4,9 @@ import io
 
 import pytest
 from rich.console import Console
-from rich.progress import Task
 
 from kvfold.core import progress_bar
-from kvfold.core.progress_bar import _TimeLeft, shown_in_bar
+from kvfold.core.progress_bar import shown_in_bar
 from kvfold.core.units import seconds_left
 
 
@@ -23,18 +22,6 @@ def test_nothing_is_said_of_items_that_are_at_work_last() -> None:
     """After the first of seven layers at a time the other six are not done."""
     assert seconds_left(10, done=1, total=7, at_once=7) is None
     assert seconds_left(10, done=7, total=7, at_once=7) == 0
-
-
-@pytest.mark.parametrize(
-    ("done", "shown"), [(0, "-:--:--"), (1, "0:00:30"), (13, "-:--:--"), (16, "0:00:10")]
-)
-def test_the_bar_shows_that_time(done: int, shown: str) -> None:
-    times = iter([0.0, *[10.0] * 9])
-    task = Task(0, "fold", 16, done, _get_time=lambda: next(times), _lock=None)  # type: ignore[arg-type,call-arg]
-    task.start_time = 0.0
-    next(times)
-    task.finished_time = 10.0 if done == 16 else None
-    assert _TimeLeft(at_once=4).render(task).plain == shown
 
 
 def test_items_pass_through_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

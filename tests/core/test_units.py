@@ -15,20 +15,17 @@ from kvfold.core.units import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("500MB", 5 * 10**8),
-        ("5GB", 5 * 10**9),
-        ("20kb", 20_000),
-        ("1 TB", 10**12),
-        ("24GiB", 24 * 2**30),
-        ("1.5GB", 15 * 10**8),
-        ("77", 77),
-        (" .5 tb ", 5 * 10**11),
-        ("9007199254740993B", 2**53 + 1),  # which a float does not hold
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [
+    ("500MB", 5 * 10**8),
+    ("5GB", 5 * 10**9),
+    ("20kb", 20_000),
+    ("1 TB", 10**12),
+    ("24GiB", 24 * 2**30),
+    ("1.5GB", 15 * 10**8),
+    ("77", 77),
+    (" .5 tb ", 5 * 10**11),
+    ("9007199254740993B", 2**53 + 1),  # which a float does not hold
+])  # fmt: skip
 def test_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 

@@ -19,28 +19,25 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "sentence"),
-    [
-        ("[" * DEEP, {"top": None}, "more than 64 levels"),
-        ('{"a":' * DEEP, {}, "more than 64 levels"),
-        ('{"a": ' + "[" * 64 + "]" * 64 + "}", {}, "more than 64 levels"),
-        ('{"a": [[], ' * DEEP, {}, "more than 64 levels"),
-        ("[[], " * 70 + "0" + "]" * 70, {"top": None}, "more than 64 levels"),
-        ('"a", [' * DEEP, {}, "is not JSON"),
-        ("]" * DEEP + "[" * 65, {}, "is not JSON"),
-        ('"' + "\\" * DEEP, {}, "is not JSON"),
-        ('[["' * 40 + '"' * DEEP, {}, "is not JSON"),
-        ("", {}, r"is not JSON \(Expecting value, line 1 column 1\)"),
-        ('{"a": 1', {}, "is not JSON"),
-        (b"\xff{}", {}, r"is not UTF-8 text \(byte 0\)"),
-        ("[1]", {}, "holds a list; give an object of JSON"),
-        ("null", {}, "holds nothing; give an object of JSON"),
-        ("{}", {"top": list}, "holds an object; give a list of JSON"),
-        ('{"a": ' + "9" * 5000 + "}", {}, "is not JSON"),
-        ('{"a": "' + "x" * 200 + '"}', {"limit_bytes": 100}, "more than 100 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("content", "options", "sentence"), [
+    ("[" * DEEP, {"top": None}, "more than 64 levels"),
+    ('{"a":' * DEEP, {}, "more than 64 levels"),
+    ('{"a": ' + "[" * 64 + "]" * 64 + "}", {}, "more than 64 levels"),
+    ('{"a": [[], ' * DEEP, {}, "more than 64 levels"),
+    ("[[], " * 70 + "0" + "]" * 70, {"top": None}, "more than 64 levels"),
+    ('"a", [' * DEEP, {}, "is not JSON"),
+    ("]" * DEEP + "[" * 65, {}, "is not JSON"),
+    ('"' + "\\" * DEEP, {}, "is not JSON"),
+    ('[["' * 40 + '"' * DEEP, {}, "is not JSON"),
+    ("", {}, r"is not JSON \(Expecting value, line 1 column 1\)"),
+    ('{"a": 1', {}, "is not JSON"),
+    (b"\xff{}", {}, r"is not UTF-8 text \(byte 0\)"),
+    ("[1]", {}, "holds a list; give an object of JSON"),
+    ("null", {}, "holds nothing; give an object of JSON"),
+    ("{}", {"top": list}, "holds an object; give a list of JSON"),
+    ('{"a": ' + "9" * 5000 + "}", {}, "is not JSON"),
+    ('{"a": "' + "x" * 200 + '"}', {"limit_bytes": 100}, "more than 100 bytes"),
+])  # fmt: skip
 def test_json_that_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=f"^here .*({sentence})") as refusal:
         parse_json(content, "here", **options)
@@ -71,35 +68,28 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 TOO_DEEP = "more than 64 levels|exceeded maximum nesting depth"
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "sentence"),
-    [
-        ("[" * DEEP, {"top": None}, TOO_DEEP),
-        ("a: " + "{b: " * DEEP, {}, TOO_DEEP),
-        ("- " * DEEP, {"top": None}, "more than 64 levels"),
-        (LAUGHS, {}, "aliases written out"),
-        ("a: *b", {}, "is not YAML"),
-        ("a: &a [*a]", {}, "more than 64 levels"),
-        ("a: [1", {}, "is not YAML"),
-        ("a: !!python/object/apply:os.system [true]", {}, "is not YAML"),
-        ("a: !!bool maybe", {}, "is not YAML"),
-        ("a: !!timestamp q", {}, "is not YAML"),
-        ("{[a]: 1}: 2", {}, "is not YAML"),
-        ("a: \x00", {}, "is not YAML"),
-        (b"\xff", {}, "is not UTF-8"),
-        ("", {}, "holds nothing; give a mapping of YAML"),
-        ("- 1", {}, "holds a list; give a mapping of YAML"),
-        ("a: 1", {"limit_bytes": 3}, "more than 3 bytes"),
-        ("a: 1\nb: 2\na: 3", {"unique_keys": True}, "has the key 'a' twice in one mapping, on lines 1 and 3"),
-        (
-            "- {b: 1, b: 1}",
-            {"unique_keys": True, "top": None},
-            "the key 'b' twice in one mapping, on line 1;",
-        ),
-        ("a: &x {b: 1}\nc: {<<: *x, d: 2, d: 3}", {"unique_keys": True}, "'d' twice .* on line 2;"),
-        ("#" * (2**20 + 1), {}, "more than 1048576 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("content", "options", "sentence"), [
+    ("[" * DEEP, {"top": None}, TOO_DEEP),
+    ("a: " + "{b: " * DEEP, {}, TOO_DEEP),
+    ("- " * DEEP, {"top": None}, "more than 64 levels"),
+    (LAUGHS, {}, "aliases written out"),
+    ("a: *b", {}, "is not YAML"),
+    ("a: &a [*a]", {}, "more than 64 levels"),
+    ("a: [1", {}, "is not YAML"),
+    ("a: !!python/object/apply:os.system [true]", {}, "is not YAML"),
+    ("a: !!bool maybe", {}, "is not YAML"),
+    ("a: !!timestamp q", {}, "is not YAML"),
+    ("{[a]: 1}: 2", {}, "is not YAML"),
+    ("a: \x00", {}, "is not YAML"),
+    (b"\xff", {}, "is not UTF-8"),
+    ("", {}, "holds nothing; give a mapping of YAML"),
+    ("- 1", {}, "holds a list; give a mapping of YAML"),
+    ("a: 1", {"limit_bytes": 3}, "more than 3 bytes"),
+    ("a: 1\nb: 2\na: 3", {"unique_keys": True}, "has the key 'a' twice in one mapping, on lines 1 and 3"),
+    ("- {b: 1, b: 1}", {"unique_keys": True, "top": None}, "the key 'b' twice in one mapping, on line 1;"),
+    ("a: &x {b: 1}\nc: {<<: *x, d: 2, d: 3}", {"unique_keys": True}, "'d' twice .* on line 2;"),
+    ("#" * (2**20 + 1), {}, "more than 1048576 bytes"),
+])  # fmt: skip
 @pytest.mark.usefixtures("loader")
 def test_yaml_that_is_refused(content: str | bytes, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=f"^here .*({sentence})") as refusal:
@@ -128,13 +118,10 @@ def test_files(tmp_path: Path) -> None:
     assert read_json(tmp_path / "link") == {"a": 1}
     os.mkfifo(tmp_path / "fifo")
     refused: dict[Path, str] = {
-        tmp_path: "is not a regular file",
-        tmp_path / "fifo": "is not a regular file",
-        Path("/dev/zero"): "is not a regular file",
-        tmp_path / "none": "cannot be read: No such file",
-        tmp_path / "null\0": "cannot be read",
-        tmp_path / ("x" * 300): "cannot be read: File name too long",
-    }
+        tmp_path: "is not a regular file", tmp_path / "fifo": "is not a regular file",
+        Path("/dev/zero"): "is not a regular file", tmp_path / "none": "cannot be read: No such file",
+        tmp_path / "null\0": "cannot be read", tmp_path / ("x" * 300): "cannot be read: File name too long",
+    }  # fmt: skip
     for path, sentence in refused.items():
         for read in (read_json, read_yaml):
             with pytest.raises(InvalidInput, match=sentence):

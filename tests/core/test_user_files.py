@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from kvfold.convert.calibration import study
 from kvfold.convert.calibration.statistics import RUN_DIGITS, Statistics, read_run
-from kvfold.convert.cli import main as convert_main
 from kvfold.convert.write import rewrite
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.run import reserved
 
+from ..support.commands import run_main
 from ..support.tiny import make, same_bytes
 from ..support.warm_python import warm_python
 
@@ -23,8 +23,8 @@ MLA = ("--to", "mla", "--rank", "24", "--rope-dim", "4")
 SELF = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")
 
 
-def convert(source: Path, *options: str, out: Path) -> Result:
-    return CliRunner().invoke(convert_main, [str(source), *MLA, *options, "--out", str(out)])
+def convert(source: Path, *options: str, out: Path, code: int | None = None) -> Result:
+    return run_main("convert", source, *MLA, *options, "--out", out, code=code)
 
 
 def test_an_error_leaves_files_that_came_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,16 +35,13 @@ def test_an_error_leaves_files_that_came_meanwhile(tmp_path: Path, monkeypatch: 
         raise InvalidInput("no fold")
 
     monkeypatch.setattr(rewrite, "fold", fail)
-    result = convert(source, "--calibration", "none", out=tmp_path / "out")
-    assert result.exit_code == 2
+    result = convert(source, "--calibration", "none", out=tmp_path / "out", code=2)
     assert f"no fold; thesis.txt in {tmp_path / 'out.partial'} was left in place" in result.output
     left = {path.name: path.read_bytes() for path in (tmp_path / "out.partial").iterdir()}
     assert left == {"thesis.txt": b"mine"}
 
 
-def test_a_foreign_file_never_becomes_part_of_an_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_file_never_is_part_of_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All work is kept until the file is moved."""
     source = make(tmp_path / "source")
     assert convert(source, "--calibration", "none", out=tmp_path / "whole").exit_code == 0
@@ -57,9 +54,7 @@ def test_a_foreign_file_never_becomes_part_of_an_output(
 
     monkeypatch.setattr(rewrite, "fold", write)
     for words in ("thesis.txt, which kvfold did not write; move it", "it holds model/thesis.txt; move it"):
-        result = convert(source, "--calibration", "none", out=tmp_path / "out")
-        assert result.exit_code == 2
-        assert words in result.output
+        assert words in convert(source, "--calibration", "none", out=tmp_path / "out", code=2).output
         assert foreign.read_text() == "mine"
     layers = list(folded)
     foreign.rename(tmp_path / "thesis.txt")
@@ -81,9 +76,7 @@ main(sys.argv[1:])
 """
 
 
-def test_a_run_killed_after_its_statistics_resumes_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes_with_its_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, file = make(tmp_path / "source"), tmp_path / "s.safetensors"
     options = (*SELF, "--save-statistics", str(file))
     assert convert(source, *SELF, out=tmp_path / "whole").exit_code == 0
@@ -94,13 +87,10 @@ def test_a_run_killed_after_its_statistics_resumes_with_them(
     kept = file.read_bytes()
     # Another run is not this one: other settings, or another source of the same shapes.
     for other, changed in ((source, ("--seed", "1")), (make(tmp_path / "other", seed=7), ())):
-        refused = convert(other, *options, *changed, out=tmp_path / "out")
-        assert refused.exit_code == 2
+        refused = convert(other, *options, *changed, out=tmp_path / "out", code=2)
         assert "s.safetensors exists and nothing is overwritten" in refused.output
     monkeypatch.setattr("kvfold.convert.calibration.study.load_model", lambda *_: pytest.fail("taken again"))
-    resumed = convert(source, *options, out=tmp_path / "out")
-    assert resumed.exit_code == 0, resumed.output
-    assert "is used as it is" in resumed.stderr
+    assert "is used as it is" in convert(source, *options, out=tmp_path / "out", code=0).stderr
     assert file.read_bytes() == kept
     assert same_bytes(tmp_path / "out", tmp_path / "whole") == []
     assert len(read_run(file)) == RUN_DIGITS
@@ -110,9 +100,7 @@ def test_a_run_killed_after_its_statistics_resumes_with_them(
     assert len(Statistics.load(file).layers) == 2
 
 
-def test_two_runs_that_save_the_same_statistics_both_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_may_save_the_same_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run starts and ends while the first takes its statistics."""
     source, file = make(tmp_path / "source"), tmp_path / "s.safetensors"
     options, collect = (*SELF, "--save-statistics", str(file)), study._collect
@@ -124,8 +112,7 @@ def test_two_runs_that_save_the_same_statistics_both_end(
         return collect(*given, **named)
 
     monkeypatch.setattr(study, "_collect", overtaken)
-    first = convert(source, *options, out=tmp_path / "first")
-    assert first.exit_code == 0, first.output
+    first = convert(source, *options, out=tmp_path / "first", code=0)
     assert "another run has saved" in first.stderr
     assert "it holds the same statistics" in first.stderr
     assert same_bytes(tmp_path / "first", tmp_path / "second") == []
@@ -133,8 +120,7 @@ def test_two_runs_that_save_the_same_statistics_both_end(
     (tmp_path / "second").rename(tmp_path / "earlier")
     second = ("--seed", "1")  # another command, whose file is not accepted and not overwritten
     monkeypatch.setattr(study, "_collect", overtaken)
-    refused = convert(source, *options, out=tmp_path / "third")
-    assert refused.exit_code == 2
+    refused = convert(source, *options, out=tmp_path / "third", code=2)
     assert "s.safetensors exists, and nothing is overwritten" in refused.output
     assert Statistics.load(file).seed == 1
     assert not (tmp_path / "third").exists()
@@ -151,8 +137,7 @@ def test_statistics_that_another_run_saved_with_other_numbers_are_refused(
         save(statistics, place, run)
 
     monkeypatch.setattr(study, "_keep", late)
-    refused = convert(source, *options, out=tmp_path / "out")
-    assert refused.exit_code == 2
+    refused = convert(source, *options, out=tmp_path / "out", code=2)
     assert "s.safetensors with other numbers" in refused.output
     resumed = convert(source, *options, out=tmp_path / "out")
     assert resumed.exit_code == 0, resumed.output  # with these numbers, as the sentence says
@@ -165,12 +150,10 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
     replace(Statistics.load(file), source="").save(earlier)
     other, copy = make(tmp_path / "other", seed=7), Path(shutil.copytree(source, tmp_path / "copy"))
     words = ("--refine", "0", "--calibration")
-    refused = convert(other, *words, str(file), out=tmp_path / "refused")
-    assert refused.exit_code == 2
+    refused = convert(other, *words, str(file), out=tmp_path / "refused", code=2)
     assert f"holds statistics of another model than {other}, whose weights differ; collect" in refused.stderr
     assert convert(copy, *words, str(file), out=tmp_path / "copied").exit_code == 0
-    told = convert(other, *words, str(earlier), out=tmp_path / "taken")
-    assert told.exit_code == 0
+    told = convert(other, *words, str(earlier), out=tmp_path / "taken", code=0)
     assert "does not name the model of its statistics" in told.stderr
 
 

@@ -9,25 +9,18 @@ import pytest
 from kvfold.core import waiting
 
 
-@pytest.mark.parametrize(
-    ("load", "given", "found"),
-    [
-        ("3.10 2.00 1.00 4/200 999\n", {}, "PASSIVE"),
-        ("0.10 2.00 1.00 4/200 999\n", {}, None),  # others began this moment
-        ("3.10 2.00 1.00 1/200 999\n", {}, None),  # others have ended
-        ("soon", {}, None),
-        (None, {}, None),  # another system
-        ("2.20 2.00 1.00 3/200 999\n", {"OMP_NUM_THREADS": "1"}, None),
-        (
-            "2.20 2.00 1.00 3/200 999\n",
-            {"OMP_NUM_THREADS": "2"},
-            None,
-        ),  # of four cores, two of which are free
-        ("2.20 2.00 1.00 3/200 999\n", {"OMP_NUM_THREADS": "3"}, "PASSIVE"),
-        ("2.20 2.00 1.00 3/200 999\n", {"GOMP_SPINCOUNT": "1000"}, None),
-        ("2.20 2.00 1.00 3/200 999\n", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
-    ],
-)
+@pytest.mark.parametrize(("load", "given", "found"), [
+    ("3.10 2.00 1.00 4/200 999\n", {}, "PASSIVE"),
+    ("0.10 2.00 1.00 4/200 999\n", {}, None),  # others began this moment
+    ("3.10 2.00 1.00 1/200 999\n", {}, None),  # others have ended
+    ("soon", {}, None),
+    (None, {}, None),  # another system
+    ("2.20 2.00 1.00 3/200 999\n", {"OMP_NUM_THREADS": "1"}, None),
+    ("2.20 2.00 1.00 3/200 999\n", {"OMP_NUM_THREADS": "2"}, None),  # of four cores, two of which are free
+    ("2.20 2.00 1.00 3/200 999\n", {"OMP_NUM_THREADS": "3"}, "PASSIVE"),
+    ("2.20 2.00 1.00 3/200 999\n", {"GOMP_SPINCOUNT": "1000"}, None),
+    ("2.20 2.00 1.00 3/200 999\n", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+])  # fmt: skip
 def test_busy_machines_are_waited_on_passively(
     load: str | None,
     given: dict[str, str],

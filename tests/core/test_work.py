@@ -13,7 +13,6 @@ from kvfold.core.errors import InvalidInput
 from kvfold.core.work import (
     JOURNAL,
     LOCK,
-    OWN_FILES,
     WorkDir,
     claimed,
     differences,
@@ -137,7 +136,7 @@ def test_a_result_with_its_name_leaves_nothing_to_do(tmp_path: Path, monkeypatch
     assert path.is_dir()
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_sentence_and_leaves_none(tmp_path: Path) -> None:
     def fill(path: Path) -> None:
         with claimed(path, "test", keeps=lambda work: bool(work.units)) as work:
             work.begin({"asked": 1})
@@ -237,17 +236,14 @@ def test_a_directory_appears_at_the_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "more", "next"]
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"thesis.txt": ""},
-        {LOCK: "", "model/thesis.txt": "mine"},
-        {LOCK: "mine"},
-        {f"{LOCK}/mine": ""},
-        {JOURNAL: "mine\n"},
-        {"model.safetensors": "mine"},
-    ],
-)
+@pytest.mark.parametrize("files", [
+    {"thesis.txt": ""},
+    {LOCK: "", "model/thesis.txt": "mine"},
+    {LOCK: "mine"},
+    {f"{LOCK}/mine": ""},
+    {JOURNAL: "mine\n"},
+    {"model.safetensors": "mine"},
+])  # fmt: skip
 def test_somebody_elses_directory_is_refused_untouched(tmp_path: Path, files: dict[str, str]) -> None:
     path = tmp_path / "out.partial"
     path.mkdir(mode=0o700)
@@ -291,10 +287,3 @@ def test_differences_are_named() -> None:
     assert differences(before, {"a": {"b": 1, "c": 3}, "long": "y", "new": 1}) == [
         "a.c (was 2)", "long", "new", "gone (was 1)"
     ]  # fmt: skip
-
-
-def test_the_side_files_of_checkpoints_are_our_own() -> None:
-    from kvfold.checkpoints.directory import SIDE_FILES
-    from kvfold.checkpoints.quantised.schemes import MODELOPT_FILE
-
-    assert {*SIDE_FILES, MODELOPT_FILE} <= set(OWN_FILES)

@@ -49,9 +49,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def student(teacher: Path) -> Path:
-    """The teacher with its key and value heads averaged in pairs, in bfloat16, and a record that names the
-    teacher.
-    """
+    """The teacher with key/value heads averaged in pairs, in bfloat16; a record names the teacher."""
     directory = teacher.parent / "student"
     config = LlamaConfig.from_pretrained(teacher, num_key_value_heads=2)
     state = AutoModelForCausalLM.from_pretrained(teacher).state_dict()
@@ -99,23 +97,15 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_recipe(student: Path, text: Path, tmp_path: Path) -> MakeRecipe:
-    """Recipes of ten steps of six windows.
-
-    Keyword arguments replace keys of the recipe or, failing that, of its only stage.
-    """
+    """Recipes of ten steps of six windows; keywords replace keys of the recipe, or else of its only stage."""
 
     def make(**changes: Any) -> Recipe:
         stage = {"name": "kl", "tokens": 1920, "lr": 1e-2, "batch_tokens": 192, "micro_batch": 4}
         content = {
-            "schema": 1,
-            "student": str(student),
-            "output": str(tmp_path / "out"),
-            "data": {"source": str(text), "seq_len": 32},
-            "stages": [stage],
-            "log_every": 1,
-            "precision": "fp32",
-            "device": "cpu",
-        }
+            "schema": 1, "student": str(student), "output": str(tmp_path / "out"),
+            "data": {"source": str(text), "seq_len": 32}, "stages": [stage], "log_every": 1,
+            "precision": "fp32", "device": "cpu",
+        }  # fmt: skip
         top = set(Recipe.model_fields)
         stage.update({key: value for key, value in changes.items() if key not in top})
         return Recipe.model_validate(content | {key: value for key, value in changes.items() if key in top})

@@ -1,7 +1,4 @@
-"""The display of a stage in training.
-
-A table on a terminal, lines elsewhere, the same numbers as in metrics.jsonl.
-"""
+"""The display of a stage: a table on a terminal, lines elsewhere, the numbers of metrics.jsonl."""
 
 import io
 import json
@@ -69,9 +66,7 @@ def test_a_terminal_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in terminal.getvalue()
 
 
-def test_elsewhere_there_are_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elsewhere_are_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
     with showing(), progress_table("kl", 86) as show:
         show(12, VALUES)
@@ -82,9 +77,7 @@ def test_elsewhere_there_are_lines(
     assert line.count("\n") == 1
 
 
-def test_other_processes_say_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_others_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(display, "PLAIN_INTERVAL", 0.0)
     monkeypatch.setenv("RANK", "1")
     with showing(), progress_table("kl", 86) as show:

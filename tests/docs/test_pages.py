@@ -1,7 +1,4 @@
-"""Everything that README and docs show runs as written, but on less text.
-
-Blocks that need a GPU, the Hub or another program are marked with the reason; their commands are parsed.
-"""
+"""What README and docs show runs as written on less text; blocks for a GPU or the Hub are only parsed."""
 
 import re
 import shutil
@@ -10,37 +7,28 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 import kvfold
 from kvfold.cli import main
 from kvfold.convert.request import read_config
 from kvfold.distill.recipe.recipe_file import as_recipe
 
+from ..support.commands import run_main
 from ..support.shown_code import PAGES, ROOT, Block, all_blocks, check_words, kvfold_words
 
 SHORTER = {
     "convert": ["--sequences", "2", "--length", "32", "--refine", "0"],
-    "distill": [
-        "--set",
-        "stages.0.tokens=1k",
-        "--set",
-        "stages.0.batch_tokens=1k",
-        "--set",
-        "evaluate.windows=2",
-    ],
+    "distill": ["--set", "stages.0.tokens=1k", "--set", "stages.0.batch_tokens=1k", "--set",
+                "evaluate.windows=2"],
     "eval": ["--max-windows", "1"],
     "migrate": ["--tokens-per-step", "4k", "--sequences", "2", "--length", "32", "--refine", "0"],
-}
+}  # fmt: skip
 BLOCKS = all_blocks()
 COMMANDS = [(block, *command) for block in BLOCKS if block.kind == "console" for command in block.commands()]
 
 
 def compare(shown: list[str], output: str, place: str) -> None:
-    """Check that the lines that a page shows come out in this order; `...` stands for any others.
-
-    Spaces and the frames of tables do not count.
-    """
+    """Check that shown lines come out in this order; `...` stands for others, spaces do not count."""
     lines = iter(" ".join(re.sub("[│┃]", " ", line).split()) for line in output.splitlines())
     for line in shown:
         if line.strip() != "...":
@@ -49,14 +37,12 @@ def compare(shown: list[str], output: str, place: str) -> None:
 
 def run(block: Block, command: str, shown: list[str], is_verified: bool) -> None:
     words = kvfold_words(command)
-    assert words is not None
     extra = [] if block.compared or "--dry-run" in words else SHORTER.get(words[0], [])
     if words[:2] in (["distill", "explain"], ["distill", "validate"]):
         extra = []
     if words[0] == "verify" and is_verified:
         extra = ["--lint"]  # starting engines takes long, and a page more shows nothing new
-    result = CliRunner().invoke(main, [*words, *extra])
-    assert result.exit_code == 0, (block.page, words, result.output)
+    result = run_main(*words, *extra)
     if block.compared:
         compare(shown, result.output, f"{block.page}: {command}")
 
@@ -194,8 +180,7 @@ def test_files_that_the_code_names_are_there() -> None:
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
     read = as_recipe(recipe)
     assert read.stages
-    result = CliRunner().invoke(main, ["distill", "explain", str(recipe)])
-    assert result.exit_code == 0, result.output
+    run_main("distill", "explain", recipe)
 
 
 def test_demo_checkpoint_is_small_and_as_described() -> None:

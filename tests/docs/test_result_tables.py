@@ -28,10 +28,13 @@ ROWS = {  # rows of a table, with their names in fidelity-*.json
 NO_NUMBER = {"-", "not measured", "not run"}
 
 
+def _result(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+
+
 def _measured() -> dict[str, list[str]]:
     """Return the six cells of each row as a table prints them; "-" where a cell was not measured."""
-    files = [ROOT / f"benchmarks/results/fidelity-{source}.json" for source in SOURCES]
-    results: list[dict[str, Any]] = [json.loads(file.read_text())["rows"] for file in files]
+    results: list[dict[str, Any]] = [_result(f"fidelity-{source}")["rows"] for source in SOURCES]
     names = dict.fromkeys(name for rows in results for name in rows)
     cells = {}
     for name in names:
@@ -60,14 +63,10 @@ TRAINED = {  # rows of the table of training and rounding: file, and label of th
     f"{source.split('-')[0]}, {shown}": (source, label)
     for source in ("story-1m-gqa", "prose-6m-mha", "demo")
     for shown, label in {
-        "source": "source",
-        "50 %": "fitted 50%",
-        "25 %": "fitted 25%",
-        "12.5 %": "fitted 12.5%",
-        "25 %, linear norm": "linear 25%",
-        "25 %, own code": "remote 25%",
+        "source": "source", "50 %": "fitted 50%", "25 %": "fitted 25%", "12.5 %": "fitted 12.5%",
+        "25 %, linear norm": "linear 25%", "25 %, own code": "remote 25%",
     }.items()
-}
+}  # fmt: skip
 
 
 def test_training_and_rounding_are_those_of_the_result_files() -> None:
@@ -78,8 +77,7 @@ def test_training_and_rounding_are_those_of_the_result_files() -> None:
             continue
         seen += 1
         source, name = TRAINED[label]
-        file = ROOT / f"benchmarks/results/trainable-{source}.json"
-        row: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["rows"][name]
+        row: dict[str, float] = _result(f"trainable-{source}")["rows"][name]
         measured = [f"{value:.3f}" for column, value in row.items() if column != "predicted"]
         if cells != measured:
             wrong.append(f"{label}: {cells}, measured {measured}")
@@ -90,28 +88,22 @@ def test_training_and_rounding_are_those_of_the_result_files() -> None:
 def test_what_an_output_keeps_is_that_of_the_result_files() -> None:
     text = (PAGES / "distillation.md").read_text(encoding="utf-8")
     for name in ("smollm2-135m", "demo", "prose-6m"):
-        file = ROOT / f"benchmarks/results/saved-students-{name}.json"
-        row = json.loads(file.read_text(encoding="utf-8"))
+        row = _result(f"saved-students-{name}")
         lost = [f"{row['lost'][label]:.4f}" for label in ("fold", "float32", "nearest", "fair")]
         back = [f"{100 * row['taken_back'][label]:.1f} %" for label in ("nearest", "fair")]
         assert f"| {' | '.join([*lost, *back])} |" in text, name
 
 
 LABELS = {  # of sources in the table of vLLM, where they differ from those of the file
-    "llava": "LLaVA",
-    "mixtral, 8 heads": "mixtral",
-    "mistral3": "Mistral 3",
-    "gemma3": "Gemma 3",
-    "qwen2_5_vl": "Qwen2.5-VL",
-    "qwen3_vl": "Qwen3-VL",
-}
+    "llava": "LLaVA", "mixtral, 8 heads": "mixtral", "mistral3": "Mistral 3", "gemma3": "Gemma 3",
+    "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL",
+}  # fmt: skip
 
 
 def _runs(engine: str) -> list[list[str]]:
     """Return the cells of a table that has an engine's runs."""
     cells = []
-    file = ROOT / f"benchmarks/results/{engine}-cpu.json"
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+    for row in _result(f"{engine}-cpu")["rows"]:
         tokens, cache = f"{row['same_tokens']} of {row['tokens']}", row["cache"]
         difference, source = f"{row['max_difference']:.1e}", LABELS.get(row["source"], row["source"])
         fold = f"`{row['options'].replace(' --calibration none', '')}`"
@@ -128,8 +120,7 @@ def _shown(section: str) -> list[list[str]]:
 
 def test_runs_in_vllm_are_those_of_the_result_files() -> None:
     measured = _runs("vllm")
-    file = ROOT / "benchmarks/results/vllm-http-cpu.json"
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+    for row in _result("vllm-http-cpu")["rows"]:
         again = f"{row['prefix'][0]} and {row['prefix'][1]} of {row['tokens']}"
         measured.append([row["fold"], f"{row['batch']:.1e}", again])
     assert sorted(_shown("Run by engines")) == sorted(measured)
@@ -140,8 +131,7 @@ def test_runs_in_sglang_are_those_of_the_result_file() -> None:
 
 
 def test_nats_lost_on_wikitext_are_those_of_the_result_file() -> None:
-    file = ROOT / "benchmarks/results/fidelity-prose-6m-mha-wikitext2.json"
-    rows: dict[str, Any] = json.loads(file.read_text())["rows"]
+    rows: dict[str, Any] = _result("fidelity-prose-6m-mha-wikitext2")["rows"]
     page = (PAGES / "folds.md").read_text(encoding="utf-8")
     table = page.partition("\n## On text unlike")[2].partition("On text so unlike")[0]
     printed = {}
@@ -155,8 +145,7 @@ def test_nats_lost_on_wikitext_are_those_of_the_result_file() -> None:
 
 
 def test_predicted_folds_are_those_of_the_result_file() -> None:
-    file = ROOT / "benchmarks/results/fold-cost-sizes.json"
-    predicted = json.loads(file.read_text(encoding="utf-8"))["predicted"]
+    predicted = _result("fold-cost-sizes")["predicted"]
     page = (ROOT / "docs/convert.md").read_text(encoding="utf-8")
     table = page.partition("| source | `--kv-budget 25%` |")[2].partition("\n\n")[0]
     found, size = {}, ""
@@ -187,9 +176,8 @@ def _plain(label: str) -> str:
 
 
 def test_nats_lost_by_the_model_of_135_m_parameters_are_those_of_the_result_file() -> None:
-    file = ROOT / "benchmarks/results/fidelity-smollm2-135m.json"
     measured = []
-    for cells in json.loads(file.read_text())["rows"].values():
+    for cells in _result("fidelity-smollm2-135m")["rows"].values():
         for budget, cell in cells.items():
             predicted = "" if cell["predicted"] is None else f"{cell['predicted']:.3f}"
             share = "33 %" if budget == "34%" else budget.replace("%", " %")

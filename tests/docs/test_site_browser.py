@@ -1,7 +1,4 @@
-"""The built site in headless Chromium, opened from disk.
-
-No errors, no request to a network, the search works, both colour schemes, and a phone.
-"""
+"""The built site in headless Chromium, from disk: no errors, no requests, search, colours, a phone."""
 
 import time
 from collections.abc import Iterator

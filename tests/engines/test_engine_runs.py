@@ -1,7 +1,4 @@
-"""The engines that `kvfold verify` starts, and llama.cpp's programs: stand-ins for them, written by the test.
-
-`make test-mlx` and `make test-llamacpp` run the engines themselves.
-"""
+"""Engines that `kvfold verify` starts, as stand-ins (`make test-mlx` and `make test-llamacpp` run them)."""
 
 import struct
 import sys
@@ -10,9 +7,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from click.testing import CliRunner
 
-from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.engines import llama_programs
 from kvfold.engines.engine_runs import started_engines
@@ -20,7 +15,8 @@ from kvfold.engines.llama_programs import LlamaCpp, LlamaFailure, read_base
 from kvfold.engines.rules.rule_types import LintFinding
 from kvfold.engines.verify import verify
 
-from ..support.folds import WEIGHTS, attempt
+from ..support.commands import run_main
+from ..support.folds import WEIGHTS, convert
 from ..support.tiny import make
 
 BASE_LINE = "llama_kv_cache: size = 24.00 MiB ( 256 cells, 6 layers, 16/16 seqs), K (f32): 12.00 MiB, V (f32): 12.00 MiB"
@@ -32,11 +28,9 @@ def test_only_what_can_be_started_is(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     started, unasked = started_engines(asked, (), None, run=True)
     assert started == ("mlx",)
     assert [line.split(":")[0] for line in unasked] == [
-        "vllm is not installed here",
-        "llama.cpp is not started without --llama-cpp DIR",
-        "sglang is not installed here",
-        "tgi is never started",
-    ]
+        "vllm is not installed here", "llama.cpp is not started without --llama-cpp DIR",
+        "sglang is not installed here", "tgi is never started",
+    ]  # fmt: skip
     assert started_engines(asked, (), tmp_path, run=True)[0] == ("mlx", "llama.cpp")
     assert started_engines(asked, (), tmp_path, run=False)[0] == ()
     broken = LintFinding("mlx", "refuses to load", "it brings its own code")
@@ -196,14 +190,10 @@ def test_a_directory_that_is_no_llama_cpp(home: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="has no convert_hf_to_gguf"):
         LlamaCpp.at(home)
     source = make(tmp_path / "source", num_hidden_layers=1)
-    code, text = attempt(source, tmp_path / "out", "--to", "gqa", "--kv-heads", "2", *WEIGHTS)
-    assert code == 0, text
+    convert(source, "--to", "gqa", "--kv-heads", "2", *WEIGHTS, out=tmp_path / "out", code=0)
     arguments = ["verify", str(tmp_path / "out"), "--engine", "llama.cpp", "--llama-cpp", str(tmp_path)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert "has no convert_hf_to_gguf.py" in result.output
-    alone = CliRunner().invoke(main, ["verify", str(tmp_path / "out"), "--llama-cpp", str(tmp_path)])
-    assert alone.exit_code == 2
+    assert "has no convert_hf_to_gguf.py" in run_main(*arguments, code=2).output
+    alone = run_main("verify", tmp_path / "out", "--llama-cpp", tmp_path, code=2)
     assert "is for --engine llama.cpp, which is not asked for" in alone.stderr
 
 
@@ -211,8 +201,7 @@ def test_a_directory_that_is_no_llama_cpp(home: Path, tmp_path: Path) -> None:
 def test_mlx_answers_as_transformers_does(tmp_path: Path) -> None:
     settings = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     source = make(tmp_path / "source", equal_heads=True, tie_word_embeddings=True, **settings)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", "mlx", *WEIGHTS)
-    assert code == 0, text
+    convert(source, "--to", "mla", "--engine", "mlx", *WEIGHTS, out=tmp_path / "out", code=0)
     report = verify(tmp_path / "out", ["mlx"], source)
     assert report.failures == []
     found = report.measured["mlx"]

@@ -16,17 +16,11 @@ from kvfold.engines.engine_table import engine_table, markdown, runs_table, verd
 from kvfold.engines.rules.engine_names import ENGINES
 from kvfold.engines.rules.engine_rules import RULES, lint, lint_written
 from kvfold.engines.rules.evidence import CLASSES
-from kvfold.engines.rules.output_kinds import (
-    HARDWARE,
-    LAYOUTS,
-    OUTPUTS,
-    PAIRS,
-    UNKNOWN,
-    takes_any_width,
-)
+from kvfold.engines.rules.output_kinds import HARDWARE, LAYOUTS, OUTPUTS, PAIRS, UNKNOWN, takes_any_width
 from kvfold.engines.rules.rule_types import FAILING, Written, open_written
 
-from ..support.folds import LINEAR, WEIGHTS, WIDE, attempt
+from ..support.commands import run_main
+from ..support.folds import LINEAR, WEIGHTS, WIDE, attempt, convert
 from ..support.tiny import make
 
 
@@ -99,9 +93,10 @@ def test_plans_files_and_the_table_agree(kind: str, tmp_path: Path) -> None:
 
 def test_a_fold_for_no_engine_says_which_engines_run_it(tmp_path: Path) -> None:
     source = make(tmp_path / "source", **WIDE)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform",
-                         "--rope", "decoupled", "--container", "stock", *WEIGHTS)  # fmt: skip
-    assert code == 0, text
+    text = convert(
+        source, "--to", "mla", "--kv-budget", "6.25%", "--slots", "uniform", "--rope", "decoupled",
+        "--container", "stock", *WEIGHTS, out=tmp_path / "out", code=0,
+    ).output  # fmt: skip
     told = next(line for line in text.splitlines() if "load the output in" in line)
     running, others = told.partition("load the output in ")[2].split("; others would not run it right: ")
     assert others.endswith("; for one of them, fold to GQA or name it with --engine")
@@ -118,34 +113,21 @@ def test_classes_are_those_of_families() -> None:
         assert known <= FAMILIES.keys() | hosts
 
 
-@pytest.mark.parametrize(
-    ("engine", "config", "words"),
-    [
-        ("sglang", {"model_type": "falcon", "new_decoder_architecture": True}, "refuses to load"),
-        ("sglang", {"model_type": "smollm3"}, "its transformers backend runs it"),
-        ("sglang", {"model_type": "gemma2", "hidden_activation": "gelu"}, "has no hidden_act"),
-        (
-            "sglang",
-            {"model_type": "mixtral", "head_dim": 64, "num_attention_heads": 8, "hidden_size": 64},
-            "its head_dim is 64, not 8",
-        ),
-        (
-            "sglang",
-            {"model_type": "mistral", "sliding_window": 9, "max_position_embeddings": 99},
-            "a window of 9",
-        ),
-        ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
-        ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
-        ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),
-        (
-            "mlx",
-            {"model_type": "gemma2", "sliding_window": 9, "max_position_embeddings": 99},
-            "a window of 9",
-        ),
-        ("tensorrt-llm", {"model_type": "olmo2"}, "not known"),
-        ("tgi", {"model_type": "llama"}, "not known"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "config", "words"), [
+    ("sglang", {"model_type": "falcon", "new_decoder_architecture": True}, "refuses to load"),
+    ("sglang", {"model_type": "smollm3"}, "its transformers backend runs it"),
+    ("sglang", {"model_type": "gemma2", "hidden_activation": "gelu"}, "has no hidden_act"),
+    ("sglang", {"model_type": "mixtral", "head_dim": 64, "num_attention_heads": 8, "hidden_size": 64},
+     "its head_dim is 64, not 8"),
+    ("sglang", {"model_type": "mistral", "sliding_window": 9, "max_position_embeddings": 99},
+     "a window of 9"),
+    ("llama.cpp", {"model_type": "falcon", "bias": True}, "shape of the query's bias"),
+    ("llama.cpp", {"model_type": "opt"}, "knows no such class"),
+    ("mlx", {"model_type": "falcon"}, "mlx-lm has no such class"),
+    ("mlx", {"model_type": "gemma2", "sliding_window": 9, "max_position_embeddings": 99}, "a window of 9"),
+    ("tensorrt-llm", {"model_type": "olmo2"}, "not known"),
+    ("tgi", {"model_type": "llama"}, "not known"),
+])  # fmt: skip
 def test_grouped_outputs(engine: str, config: dict[str, object], words: str) -> None:
     found = lint_written(Written(Path(), config, {}), [engine])
     assert any(words in str(finding) for finding in found)
@@ -164,8 +146,7 @@ def test_the_command_prints_what_the_docs_hold() -> None:
     assert markdown() in docs
     assert runs_table() in docs
     assert runs_table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    result = CliRunner().invoke(main, ["engines", "--json"])
-    assert result.exit_code == 0, result.output
+    result = run_main("engines", "--json")
     found = json.loads(result.stdout)
     assert found == json.loads(json.dumps(engine_table()))
     assert len(found["pairs"]) == len(PAIRS)

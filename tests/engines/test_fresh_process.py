@@ -1,7 +1,4 @@
-"""vLLM's answers held against transformers': what passes, what is told, what fails.
-
-`make test-vllm` runs vLLM itself.
-"""
+"""vLLM's answers held against transformers': what passes, is told, or fails (`make test-vllm` runs it)."""
 
 import sys
 from collections.abc import Callable
@@ -26,12 +23,9 @@ OWN = {
     "leads": [[1.0, 1.0], [1.0, 0.5 * NEAR]],
 }
 SEEN = {
-    "version": "1",
-    "dtype": "float32",
-    "log_probs": OWN["log_probs"],
-    "tokens": OWN["tokens"],
+    "version": "1", "dtype": "float32", "log_probs": OWN["log_probs"], "tokens": OWN["tokens"],
     "cache": [40.0, 40.0],
-}
+}  # fmt: skip
 
 
 def checks(claimed: int | None = 40, **changes: Any) -> dict[str, bool | None]:
@@ -43,26 +37,20 @@ def test_the_same_answers_pass() -> None:
     assert checks() == {"vllm": True, "vllm greedy": True, "vllm cache": True}
 
 
-@pytest.mark.parametrize(
-    ("changes", "spoiled"),
-    [
-        ({"log_probs": [[-1.0, -2.0], [-3.0, -4.0 + 0.5 * NEAR]]}, {}),
-        ({"log_probs": [[-1.0, -2.0], [-3.0, -4.0 + 2 * NEAR]]}, {"vllm": False}),
-        ({"log_probs": [[-1.0, float("nan")], [-3.0, -4.0]]}, {"vllm": False}),
-        ({"tokens": [[5, 6], [7, 9]]}, {}),  # the best token led by less than rounding
-        ({"tokens": [[5, 9], [7, 8]]}, {"vllm greedy": False}),
-        ({"tokens": [[9, 6], [7, 8]]}, {"vllm greedy": False}),
-        ({"cache": [40.0, 80.0]}, {"vllm cache": None}),
-        ({"claimed": 20}, {"vllm cache": None}),
-        ({"claimed": None}, {"vllm cache": None}),
-        ({"dtype": "bfloat16", "tokens": [[9, 9], [9, 9]]}, {"vllm greedy": None}),
-        ({"dtype": "bfloat16", "log_probs": [[-1.1, -2.0], [-3.0, -4.0]]}, {"vllm greedy": None}),
-        (
-            {"dtype": "bfloat16", "log_probs": [[-1.1, -2.1], [-3.1, -4.0]]},
-            {"vllm greedy": None, "vllm": False},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "spoiled"), [
+    ({"log_probs": [[-1.0, -2.0], [-3.0, -4.0 + 0.5 * NEAR]]}, {}),
+    ({"log_probs": [[-1.0, -2.0], [-3.0, -4.0 + 2 * NEAR]]}, {"vllm": False}),
+    ({"log_probs": [[-1.0, float("nan")], [-3.0, -4.0]]}, {"vllm": False}),
+    ({"tokens": [[5, 6], [7, 9]]}, {}),  # the best token led by less than rounding
+    ({"tokens": [[5, 9], [7, 8]]}, {"vllm greedy": False}),
+    ({"tokens": [[9, 6], [7, 8]]}, {"vllm greedy": False}),
+    ({"cache": [40.0, 80.0]}, {"vllm cache": None}),
+    ({"claimed": 20}, {"vllm cache": None}),
+    ({"claimed": None}, {"vllm cache": None}),
+    ({"dtype": "bfloat16", "tokens": [[9, 9], [9, 9]]}, {"vllm greedy": None}),
+    ({"dtype": "bfloat16", "log_probs": [[-1.1, -2.0], [-3.0, -4.0]]}, {"vllm greedy": None}),
+    ({"dtype": "bfloat16", "log_probs": [[-1.1, -2.1], [-3.1, -4.0]]}, {"vllm greedy": None, "vllm": False}),
+])  # fmt: skip
 def test_what_differs(changes: dict[str, Any], spoiled: dict[str, bool | None]) -> None:
     """Beyond rounding it fails; a larger cache, and tokens in 16 bits, are told."""
     assert checks(**changes) == {"vllm": True, "vllm greedy": True, "vllm cache": True} | spoiled
@@ -73,11 +61,8 @@ def test_numbers_of_both_comparisons() -> None:
     _, numbers = compare_served(SEEN, {"own": OWN, "source": source}, 40)
     assert numbers["own"] == {"max_difference": 0, "mean_difference": 0, "same_tokens": 4, "tokens": 4}
     assert numbers["source"] == {
-        "max_difference": 0.5,
-        "mean_difference": 0.125,
-        "same_tokens": 2,
-        "tokens": 4,
-    }
+        "max_difference": 0.5, "mean_difference": 0.125, "same_tokens": 2, "tokens": 4,
+    }  # fmt: skip
     assert numbers["cache"] == 40
 
 
@@ -109,14 +94,9 @@ def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     """By the last line that it said."""
     asked = {
-        "source": None,
-        "sequences": 1,
-        "length": 8,
-        "seed": 0,
-        "answers": False,
-        "trust": False,
+        "source": None, "sequences": 1, "length": 8, "seed": 0, "answers": False, "trust": False,
         "dtype": "float32",
-    }
+    }  # fmt: skip
     failed = run_apart("probe.py", {**asked, "directory": str(tmp_path)})
     assert "the run ended with" in failed["failed"]
 
@@ -147,21 +127,14 @@ END = "; end other programs that take memory, or use --lint to apply the rules a
 KILLED = 'echo "Received sigquit from a child" >&2; kill -KILL $$'  # as SGLang does, whose scheduler failed
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        (
-            "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0' >&2; exit 1",
-            "the GPU has too little memory (2.00 GiB more were needed) to run the checkpoint",
-        ),
-        ("echo 'MemoryError' >&2; exit 1", "this machine has too little memory to run the checkpoint"),
-        ("kill -KILL $$", "the run was killed, usually by the system for lack of memory"),
-        (
-            f"echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.' >&2; {KILLED}",
-            "the GPU has too little memory (2.00 GiB more were needed) to run the checkpoint",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("script", "reason"), [
+    ("echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0' >&2; exit 1",
+     "the GPU has too little memory (2.00 GiB more were needed) to run the checkpoint"),
+    ("echo 'MemoryError' >&2; exit 1", "this machine has too little memory to run the checkpoint"),
+    ("kill -KILL $$", "the run was killed, usually by the system for lack of memory"),
+    (f"echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.' >&2; {KILLED}",
+     "the GPU has too little memory (2.00 GiB more were needed) to run the checkpoint"),
+])  # fmt: skip
 def test_a_full_memory_is_no_failed_check(script: str, reason: str, python: Callable[[str], None]) -> None:
     python(script)
     with pytest.raises(NotRun) as mistake:
@@ -169,9 +142,7 @@ def test_a_full_memory_is_no_failed_check(script: str, reason: str, python: Call
     assert str(mistake.value) == reason + END
 
 
-def test_a_run_that_kills_itself_ends_with_what_another_process_raised(
-    python: Callable[[str], None],
-) -> None:
+def test_a_run_that_kills_itself_ends_with_what_another_process_raised(python: Callable[[str], None]) -> None:
     last = "AttributeError: 'Gemma2Config' object has no attribute 'hidden_act'"
     python(f'echo "{last}" >&2; {KILLED}')
     assert run_apart("probe.py", {}) == {"failed": f"the run ended with {last}"}
@@ -203,18 +174,12 @@ def test_a_source_that_is_not_quantised_has_no_quantised_weights_to_run(tmp_path
     assert Packed.of(packed, packed) == Packed(packed, packed.resolve())
 
 
-@pytest.mark.parametrize(
-    ("running", "wanted"),
-    [
-        (
-            ("quantised", "source", "copy"),
-            {"vllm": True, "vllm greedy": True, "vllm cache": True},
-        ),
-        (("source", "copy"), {"vllm": False}),
-        (("copy",), {"vllm quantised": None, "vllm": True, "vllm greedy": True, "vllm cache": True}),
-        ((), {"vllm quantised": None, "vllm": False}),
-    ],
-)
+@pytest.mark.parametrize(("running", "wanted"), [
+    (("quantised", "source", "copy"), {"vllm": True, "vllm greedy": True, "vllm cache": True}),
+    (("source", "copy"), {"vllm": False}),
+    (("copy",), {"vllm quantised": None, "vllm": True, "vllm greedy": True, "vllm cache": True}),
+    ((), {"vllm quantised": None, "vllm": False}),
+])  # fmt: skip
 def test_quantised_weights_that_vllm_runs_of_the_source_alone_fail(
     running: tuple[str, ...], wanted: dict[str, bool | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

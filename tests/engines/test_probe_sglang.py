@@ -1,8 +1,4 @@
-"""SGLang's probe: what it asks of an engine, and what it makes of the answers.
-
-The package that stands for SGLang here starts a scheduler in a process of its own, as SGLang does.
-`make test-sglang` runs SGLang itself.
-"""
+"""SGLang's probe against a stand-in with a scheduler process, as SGLang has (`make test-sglang` runs it)."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +9,9 @@ from kvfold.engines.fresh_process import PROBES, run_apart
 from kvfold.engines.probes import probe_sglang
 
 ASKED = {
-    "directory": "model",
-    "dtype": "float32",
-    "trust": False,
-    "latent": True,
-    "multimodal": False,
-    "text": [[5, 6, 7], [8, 9, 10]],
-    "prompt": 2,
-    "steps": 2,
-}
+    "directory": "model", "dtype": "float32", "trust": False, "latent": True, "multimodal": False,
+    "text": [[5, 6, 7], [8, 9, 10]], "prompt": 2, "steps": 2,
+}  # fmt: skip
 PACKAGE = {
     "__init__.py": """
 import multiprocessing
@@ -113,13 +103,9 @@ def test_answers_of_an_engine_with_a_scheduler(tmp_path: Path, monkeypatch: pyte
     config.write_text("{}")
     asked = {**ASKED, "directory": str(config.parent)}
     assert run_apart(PROBES["sglang"], asked) == {
-        "version": "9",
-        "by": "torch alone on a CPU",
-        "dtype": "float32",
-        "log_probs": [[-1.0, -2.0], [-1.0, -2.0]],
-        "tokens": [[7, 7], [10, 10]],
-        "cache": [24.0, 14.0],
-    }
+        "version": "9", "by": "torch alone on a CPU", "dtype": "float32",
+        "log_probs": [[-1.0, -2.0], [-1.0, -2.0]], "tokens": [[7, 7], [10, 10]], "cache": [24.0, 14.0],
+    }  # fmt: skip
     config.write_text('{"attn_logit_softcapping": 50.0}')
     assert "leaves out the bound" in run_apart(PROBES["sglang"], asked)["lacking"]
     assert "processor of images" in run_apart(PROBES["sglang"], {**asked, "multimodal": True})["lacking"]

@@ -1,7 +1,4 @@
-"""`kvfold verify`.
-
-A sound output passes, and each way of spoiling one is told, by the engine that it would go wrong in.
-"""
+"""`kvfold verify`: a sound output passes, and each spoilt one is told by the engine that it goes wrong in."""
 
 import json
 import shutil
@@ -25,6 +22,7 @@ from kvfold.engines.rules.engine_rules import RULES, lint
 from kvfold.engines.verify import verify
 
 from ..support import folds
+from ..support.commands import run_main
 from ..support.tiny import make
 
 SERVED = {"hidden_size": 48, "head_dim": 128, "rms_norm_eps": 1e-6, "num_hidden_layers": 26,
@@ -34,15 +32,7 @@ OUTPUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "served": (
         SERVED,
         (
-            "--to",
-            "mla",
-            "--rank",
-            "512",
-            "--rope-dim",
-            "64",
-            "--container",
-            "stock",
-            "--latent-norm",
+            "--to", "mla", "--rank", "512", "--rope-dim", "64", "--container", "stock", "--latent-norm",
             "linear",
         ),
     ),
@@ -50,7 +40,7 @@ OUTPUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "remote": ({"num_key_value_heads": 4}, ("--to", "mla", "--kv-budget", "50%", "--container", "remote")),
     "intact": ({"num_key_value_heads": 4}, ("--to", "mla", "--rank", "full", "--rope", "intact")),
     "gqa": ({}, ("--to", "gqa", "--kv-heads", "2")),
-}
+}  # fmt: skip
 # Every family, and with its norms off where its config.json may say so.
 VARIANTS = [(kind, True) for kind in sorted(FAMILIES)] + [
     (kind, False) for kind in sorted(FAMILIES) if FAMILIES[kind].norm_flag is not None
@@ -58,8 +48,7 @@ VARIANTS = [(kind, True) for kind in sorted(FAMILIES)] + [
 
 
 def convert(source: Path, out: Path, *options: str) -> None:
-    result = folds.convert(source, *options, *folds.WEIGHTS, out=out)
-    assert result.exit_code == 0, result.output
+    folds.convert(source, *options, *folds.WEIGHTS, out=out, code=0)
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +158,7 @@ def test_a_copy_that_transformers_saves_gets_its_rotary_fields_again(name: str, 
 
 
 def test_widths(outputs: Path) -> None:
-    """A width that vLLM has no kernel for is refused there.
-
-    An intact latent saves nothing there, and fails nowhere else.
-    """
+    """vLLM refuses a width without a kernel; an intact latent saves nothing there."""
     assert any("not 512+64" in str(finding) for finding in lint(outputs / "full", ["vllm"]) if finding.fails)
     assert "vllm" not in failing(outputs / "intact")
     notes = [str(finding) for finding in lint(outputs / "intact", ["vllm"])]
@@ -189,9 +175,7 @@ def test_every_rule_carries_its_evidence() -> None:
 
 @pytest.mark.parametrize(("kind", "is_normed"), VARIANTS)
 def test_no_tensor_of_a_whole_checkpoint_is_missed(kind: str, is_normed: bool, tmp_path: Path) -> None:
-    """The rules expect of every family's checkpoint what transformers saves, in its own class and with
-    kvfold's attention, where that holds the family, and where its config.json turns the norms off.
-    """
+    """Of every family, in its own class, with kvfold's attention, and without norms where they can be off."""
     off: dict[str, Any] = {} if is_normed else {str(FAMILIES[kind].norm_flag): False, "attention_bias": True}
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     source = make(tmp_path / "source", kind, **{**shape, **off})
@@ -226,10 +210,8 @@ def test_a_checkpoint_that_is_not_what_it_claims(outputs: Path, tmp_path: Path) 
     result = CliRunner().invoke(main, ["verify", str(directory), "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 3
-    assert {check["name"] for check in report["checks"] if check["passed"] is False} == {
-        "cache size",
-        "source",
-    }
+    failed = {check["name"] for check in report["checks"] if check["passed"] is False}
+    assert failed == {"cache size", "source"}
     assert not report["passed"]
 
 
@@ -237,9 +219,7 @@ def test_changed_code_is_not_run(outputs: Path, tmp_path: Path) -> None:
     directory = copied(outputs, "remote", tmp_path)
     path, ran = directory / "modeling_kvfold.py", tmp_path / "ran"
     path.write_text(f"open({str(ran)!r}, 'w')\n" + path.read_text())
-    result = CliRunner().invoke(main, ["verify", str(directory)])
-    assert result.exit_code == 3
-    assert "was not run" in result.output
+    assert "was not run" in run_main("verify", directory, code=3).output
     assert not ran.exists()
 
 
@@ -253,15 +233,12 @@ def test_mistakes_of_the_user(outputs: Path, tmp_path: Path) -> None:
         ([str(directory), "--engine", "vlm"], "vllm"),
         ([str(tmp_path)], "config.json"),
     ):
-        result = CliRunner().invoke(main, ["verify", *arguments])
-        assert result.exit_code == 2
-        assert words in result.output
+        assert words in run_main("verify", *arguments, code=2).output
     assert CliRunner().invoke(main, ["verify", str(directory), "--lint"]).exit_code == 0
 
 
 def test_an_engine_that_does_not_run_an_output_is_named_with_the_way_out(outputs: Path) -> None:
-    found = CliRunner().invoke(main, ["verify", str(outputs / "full"), "--engine", "vllm", "--lint"])
-    assert found.exit_code == 3
+    found = run_main("verify", outputs / "full", "--engine", "vllm", "--lint", code=3)
     assert "does not pass for vllm; kvfold convert --engine vllm writes an output that does" in found.output
 
 
@@ -276,8 +253,7 @@ def test_the_last_step_of_convert(outputs: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("kvfold.checkpoints.shards.ShardWriter.write", lambda *_: None)
     for choice, code in (("lint", 3), ("none", 0)):
         options = ("--to", "mla", "--rank", "full", *folds.WEIGHTS, "--verify", choice)
-        result = folds.convert(outputs / "full-source", *options, out=tmp_path / choice)
-        assert result.exit_code == code, result.output
+        result = folds.convert(outputs / "full-source", *options, out=tmp_path / choice, code=code)
         assert ("does not pass" in result.output) == bool(code)
 
 
@@ -297,8 +273,7 @@ KILLED = "the run was killed, usually by the system for lack of memory"
 def test_a_fold_is_written_where_its_run_does_not_fit(outputs: Path, tmp_path: Path) -> None:
     out = tmp_path / "a fold"
     options = ("--to", "mla", "--rank", "full", *folds.WEIGHTS, "--verify", "full")
-    found = folds.convert(outputs / "full-source", *options, out=out)
-    assert found.exit_code == 0, found.output
+    found = folds.convert(outputs / "full-source", *options, out=out, code=0)
     assert found.stdout.startswith(f"{out}: MLA by ")
     assert (
         f"{out} is written; it was not run, since {KILLED}; check it later with kvfold verify '{out}'"

@@ -1,7 +1,4 @@
-"""Tiny random checkpoints on disk, with a tokenizer of their own.
-
-Everything an evaluation reads, and no network.
-"""
+"""Tiny random checkpoints on disk, with a tokenizer of their own; no network."""
 
 import json
 import random
@@ -11,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
-from kvfold.eval.cli import main
 from kvfold.eval.suites import harness
 from kvfold.texts.corpus import Text
 
+from ..support.commands import run_main
 from ..support.tokenizers import save_tokenizer
 
 Make = Callable[..., Path]
@@ -34,28 +31,15 @@ SHAPE = {
 }
 # The dense DeepSeek-V3 that MLA checkpoints are written as.
 LATENT = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 48,
-    "num_nextn_predict_layers": 0,
-}
+    "q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 48, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Write a random checkpoint, a Llama or with `latent` a DeepSeek-V3.
-
-    Other arguments change its configuration.
-    """
+    """Write a random checkpoint: a Llama, or with `latent` a DeepSeek-V3, with other configuration values."""
 
     def build(
         seed: int = 0, bos: str | None = "<s>", last: str = "end", latent: bool = False, **changes: Any
@@ -82,9 +66,9 @@ def other(make: Make) -> Path:
     return make(seed=1)
 
 
-def run(*arguments: str | Path) -> Result:
-    """Run `kvfold eval`."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+def run(*arguments: str | Path, code: int | None = None) -> Result:
+    """Run `kvfold eval`, which must end with `code` if that is given."""
+    return run_main("eval", *arguments, code=code)
 
 
 @pytest.fixture(scope="session")
@@ -129,14 +113,8 @@ metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric
 
 @pytest.fixture
 def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the tasks `kv_one`, `kv_two`, the group of both, and `pages`, the harness's WikiText-2
-    on `pages.json`.
-
-    lm-evaluation-harness knows these alone: listing its thousands takes many seconds.
-    """
-    lm_eval_tasks = pytest.importorskip(
-        "lm_eval.tasks", reason="pip install 'kvfold[eval]' for the suite tasks"
-    )
+    """Tasks `kv_one`, `kv_two`, their group, and `pages` (WikiText-2 on `pages.json`), and no others."""
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason="pip install 'kvfold[eval]' for tasks")
     manager = lm_eval_tasks.TaskManager
     monkeypatch.setattr(
         lm_eval_tasks, "TaskManager", lambda **given: manager(**given | {"include_defaults": False})

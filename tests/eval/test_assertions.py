@@ -33,31 +33,21 @@ REPORT = {
 }
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ppl.student.window_nll.1<3",
-        "ppl.student.perplexity<=2.5",
-        "suites.ppl.student.perplexity>2",
-        "ppl.student.window_nll.0 >= 1",
-        "ppl.student.perplexity==2.5",
-        "schema == 2",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "ppl.student.window_nll.1<3", "ppl.student.perplexity<=2.5", "suites.ppl.student.perplexity>2",
+    "ppl.student.window_nll.0 >= 1", "ppl.student.perplexity==2.5", "schema == 2",
+])  # fmt: skip
 def test_what_holds_is_silent(text: str) -> None:
     check([parse(text, DEFAULT)], REPORT)
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("ppl.student.perplexity<2.5", "it is 2.5"),
-        ("ppl.student.window_nll.1>1e9", "it is 2.5"),
-        ("ppl.student.window_nll.0==2", "it is 1"),
-        ("ppl.ratio.mean<1", "it is undefined"),
-        ("ppl.teacher.perplexity<2", "it is undefined"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("ppl.student.perplexity<2.5", "it is 2.5"),
+    ("ppl.student.window_nll.1>1e9", "it is 2.5"),
+    ("ppl.student.window_nll.0==2", "it is 1"),
+    ("ppl.ratio.mean<1", "it is undefined"),
+    ("ppl.teacher.perplexity<2", "it is undefined"),
+])  # fmt: skip
 def test_what_does_not_hold_says_what_it_is(text: str, shown: str) -> None:
     with pytest.raises(Unmet, match=shown) as raised:
         check([parse("schema==2", DEFAULT), parse(text, DEFAULT)], REPORT)
@@ -65,20 +55,17 @@ def test_what_does_not_hold_says_what_it_is(text: str, shown: str) -> None:
     assert "schema" not in raised.value.message
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("ppl.row.1<2", "suites.ppl has no row; it has student, teacher, parent"),
-        ("ppl.student.window_nll.7<2", "suites.ppl.student.window_nll has no 7; it has nothing"),
-        ("fidelty.kl.mean<2", "the report has no fidelty; did you mean 'kl.mean'"),
-        ("klm<1", "the report has no klm; did you mean 'kl'"),
-        ("nothing.x<2", "the report has no nothing; known: ppl, fidelity, cache, kl"),
-        ("ppl.student<2", "suites.ppl.student is not a number; it has dtype, perplexity"),
-        ("suites.ppl<2", "suites.ppl is not a number; it has student, teacher, parent"),
-        ("device==2", "device is not a number"),
-        ("ppl.student.dtype==1", "suites.ppl.student.dtype is not a number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("ppl.row.1<2", "suites.ppl has no row; it has student, teacher, parent"),
+    ("ppl.student.window_nll.7<2", "suites.ppl.student.window_nll has no 7; it has nothing"),
+    ("fidelty.kl.mean<2", "the report has no fidelty; did you mean 'kl.mean'"),
+    ("klm<1", "the report has no klm; did you mean 'kl'"),
+    ("nothing.x<2", "the report has no nothing; known: ppl, fidelity, cache, kl"),
+    ("ppl.student<2", "suites.ppl.student is not a number; it has dtype, perplexity"),
+    ("suites.ppl<2", "suites.ppl is not a number; it has student, teacher, parent"),
+    ("device==2", "device is not a number"),
+    ("ppl.student.dtype==1", "suites.ppl.student.dtype is not a number"),
+])  # fmt: skip
 def test_a_path_that_leads_nowhere_says_what_there_is(text: str, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         check([parse(text, DEFAULT)], REPORT)
@@ -101,15 +88,12 @@ def test_a_bound_outside_the_range_of_a_number_is_refused(text: str) -> None:
         parse(text, DEFAULT)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tasks.tasks.wikitext.metrics.word_perplexity.difference.mean<0.5",
-        "tasks.tasks.kl.metrics.acc.difference.mean<-0.1",
-        "tasks.tasks.a.metrics.ratio.student.mean<-1",
-        "ppl.difference.mean<-0.1",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "tasks.tasks.wikitext.metrics.word_perplexity.difference.mean<0.5",
+    "tasks.tasks.kl.metrics.acc.difference.mean<-0.1",
+    "tasks.tasks.a.metrics.ratio.student.mean<-1",
+    "ppl.difference.mean<-0.1",
+])  # fmt: skip
 def test_a_number_has_no_range_by_the_names_above_it(text: str) -> None:
     found = parse(text, (*DEFAULT, "tasks"))
     assert text == f"{'.'.join(found.path[1:])}<{found.bound:g}"

@@ -1,6 +1,4 @@
-"""A source that is not any more what a checkpoint was made of is told, since every number is relative to
-it.
-"""
+"""A source that is no longer what a checkpoint was made of is told, since numbers are relative to it."""
 
 import json
 import shutil
@@ -22,6 +20,7 @@ from kvfold.eval.cli import main as evaluate
 from kvfold.eval.suites import perplexity
 from kvfold.texts.corpus import read_text
 
+from ..support.commands import run_main
 from .conftest import Make
 
 
@@ -37,8 +36,7 @@ def test_a_source_that_has_changed_is_told(make: Make, tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.3
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    done = CliRunner().invoke(evaluate, measure)
-    assert done.exit_code == 0, done.output
+    done = run_main("eval", *measure)
     assert f"{source} has changed since {out} was made from it: model.safetensors differs" in done.output
     done = CliRunner().invoke(verify, [str(out)])
     assert (
@@ -54,18 +52,14 @@ def test_weights_that_another_tool_trained_are_reported(make: Make, tmp_path: Pa
     command = [str(source), "--to", "mqa", "--calibration", "none", "--verify", "none", "--out", str(out)]
     assert CliRunner().invoke(convert, command).exit_code == 0
     measure = [str(out), "--text", str(text), "--window", "32", "--suite", "ppl"]
-    sentence = (
-        f"the weights of {out} are not those that its kvfold.json describes (model.safetensors differs)"
-    )
+    sentence = f"weights of {out} are not those that its kvfold.json describes (model.safetensors differs)"
     assert sentence not in CliRunner().invoke(evaluate, measure).output
     report = check(out)
     assert ("weights", True) in [(each.name, each.passed) for each in report.checks]
     tensors = load_file(out / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] *= 1.3
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    done = CliRunner().invoke(evaluate, measure)
-    assert done.exit_code == 0, done.output
-    assert sentence in done.output
+    assert sentence in run_main("eval", *measure).output
     report = check(out)
     [found] = [each for each in report.checks if each.name == "weights"]
     assert found.detail.startswith(sentence)
@@ -89,8 +83,7 @@ def test_numbers_of_other_weights_are_not_recorded(
 
     monkeypatch.setattr(place, name, exchange)
     words = ["--text", str(text), "--window", "32", "--suite", "ppl", "--out", str(tmp_path / "e.json")]
-    done = CliRunner().invoke(evaluate, [str(model), *words])
-    assert done.exit_code == 2, done.output
+    done = run_main("eval", model, *words, code=2)
     assert f"{model / 'model.safetensors'} changed while it was read; run the same command" in done.stderr
     assert not (tmp_path / "e.json").exists()
 

@@ -26,20 +26,15 @@ def test_auto_is_float32_on_a_cpu_and_bfloat16_can_be_asked_for(make: Make) -> N
     assert not load(half, CPU).model.training
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"),
-            "1 weight is missing or misshapen",
-        ),
-        (
-            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}),
-            r"1 weight is missing or misshapen, e.g. lm_head.weight, which has shape \(2, 2\) where config.json "
-            "implies",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"),
+     "1 weight is missing or misshapen"),
+    (
+        lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}),
+        r"1 weight is missing or misshapen, e.g. lm_head.weight, which has shape \(2, 2\) where config.json "
+        "implies",
+    ),
+])  # fmt: skip
 def test_weights_that_transformers_would_invent_are_refused(
     make: Make, spoil: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
@@ -58,20 +53,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "absent", CPU)
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("model.safetensors", None),
-        ("model.safetensors", "no tensors"),
-        ("tokenizer.json", None),
-        ("tokenizer.json", "{}"),
-        ("config.json", "no JSON"),
-        ("config.json", "{}"),
-        ("config.json", '{"model_type": "unheard-of"}'),
-        ("config.json", '{"model_type": "llama", "hidden_size": 33, "num_attention_heads": 4}'),
-        ("config.json", '{"model_type": "t5"}'),
-    ],
-)
+@pytest.mark.parametrize(("file", "content"), [
+    ("model.safetensors", None),
+    ("model.safetensors", "no tensors"),
+    ("tokenizer.json", None),
+    ("tokenizer.json", "{}"),
+    ("config.json", "no JSON"),
+    ("config.json", "{}"),
+    ("config.json", '{"model_type": "unheard-of"}'),
+    ("config.json", '{"model_type": "llama", "hidden_size": 33, "num_attention_heads": 4}'),
+    ("config.json", '{"model_type": "t5"}'),
+])  # fmt: skip
 def test_a_damaged_checkpoint_is_refused_in_one_line(make: Make, file: str, content: str | None) -> None:
     directory = make()
     (directory / file).unlink()
@@ -110,9 +102,7 @@ def test_cuda_is_refused_where_there_is_none(mha: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("changes", [{"last": "fin"}, {"bos": None, "vocab_size": 257}])
-def test_another_tokenizer_is_no_teacher(
-    make: Make, mha: Path, text: Text, changes: dict[str, object]
-) -> None:
+def test_other_tokenizers_cannot_teach(make: Make, mha: Path, text: Text, changes: dict[str, object]) -> None:
     with pytest.raises(InvalidInput, match="have different tokenizers"):
         evaluate(mha, make(**changes), text, CPU)
 

@@ -1,7 +1,4 @@
-"""The place of weights and hidden states changes no number.
-
-One at a time, from a teacher's cache, from the disk.
-"""
+"""The place of weights and hidden states changes no number: one at a time, from a cache, from the disk."""
 
 import json
 from pathlib import Path
@@ -24,6 +21,7 @@ from kvfold.models import teacher_cache
 from kvfold.models.causal_lm import Loaded, load
 from kvfold.texts.corpus import Text
 
+from ..support.commands import run_main
 from ..support.tokenizers import save_tokenizer
 from .conftest import SHAPE, Make
 
@@ -140,8 +138,6 @@ def test_a_teachers_cache_serves_a_part_of_its_text(
     found = evaluate(mha, other, text, Options(**part, teacher_cache=tmp_path), suites=SCORED)
     monkeypatch.undo()
     plain = evaluate(mha, other, text, Options(**part), suites=SCORED)
-    assert found.fidelity is not None
-    assert plain.fidelity is not None
     assert found.fidelity.kl.mean == pytest.approx(plain.fidelity.kl.mean, rel=1e-5)
 
 
@@ -154,9 +150,7 @@ def test_a_teachers_cache_of_something_else_is_refused(
         (mha, {}, "teacher"),
         (other, {"dtype": "bfloat16"}, r"dtype \('float32', not 'bfloat16'\)"),
     ):
-        with pytest.raises(
-            InvalidInput, match=f"--teacher-cache {states} was made with another {differing}; name another"
-        ):
+        with pytest.raises(InvalidInput, match=rf"--teacher-cache {states} was .* {differing}; name another"):
             evaluate(mha, teacher, text, Options(**WINDOW | changes, teacher_cache=states), suites=SCORED)
     (tmp_path / "mine.txt").write_text("mine")
     for place in (tmp_path, tmp_path / "mine.txt"):
@@ -217,8 +211,7 @@ def test_the_command_spreads_weights_as_asked(make: Make, text: Text, tmp_path: 
     file.write_text(text.joined)
     arguments = f"{half} --text {file} --device cpu --window 32 --batch-size 4 --json".split()
     places = ["--device-map", "auto", "--cpu-memory", "90KB", "--offload-dir", str(tmp_path / "weights")]
-    spread = CliRunner().invoke(main, [*arguments, *places])
-    assert spread.exit_code == 0, spread.output
+    spread = run_main("eval", *arguments, *places)
     assert json.loads(spread.stdout) == json.loads(CliRunner().invoke(main, arguments).stdout)
 
 
@@ -230,7 +223,5 @@ def test_python_takes_memory_as_a_text() -> None:
 
 def test_one_process_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        InvalidInput, match="--device-map auto uses all devices in one process; start kvfold without a"
-    ):
+    with pytest.raises(InvalidInput, match=r"--device-map auto uses all devices in one process; .* without"):
         EvalRequest.read({"model": "fold", "text": "stdlib", "device_map": "auto"})

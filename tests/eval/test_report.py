@@ -4,24 +4,17 @@ import hashlib
 import json
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
-from kvfold.checkpoints.eval_json import (
-    BLOCKS,
-    MeasuredCheckpoint,
-    TextProtocol,
-    read_report,
-)
+from kvfold.checkpoints.eval_json import BLOCKS, MeasuredCheckpoint, TextProtocol, read_report
 from kvfold.checkpoints.identity import hashes_of, identity
 from kvfold.checkpoints.record import describe, write_record
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
-from kvfold.eval.result import Result
 from kvfold.eval.run import evaluate
 from kvfold.eval.subject import measured_checkpoint
 from kvfold.eval.suites.catalogue import SuiteSettings
@@ -107,13 +100,9 @@ def test_the_checkpoint_is_named_by_its_hash_and_by_its_record(make: Make, mha: 
     ]
     assert before == hashlib.sha256("".join(lines).encode()).hexdigest()
     record = {
-        "schema": 1,
-        "stage": "convert",
-        "source": describe(mha, None),
-        "parents": [],
-        "version": "9",
+        "schema": 1, "stage": "convert", "source": describe(mha, None), "parents": [], "version": "9",
         "method": "svd",
-    }
+    }  # fmt: skip
     write_record(directory, record)
     (directory / "eval.json").write_text("{}")
     (directory / "README.md").write_text("a card")
@@ -153,47 +142,3 @@ def test_a_checkpoint_in_the_hubs_cache_is_named_as_there(make: Make, tmp_path: 
     snapshot.parent.mkdir(parents=True)
     make(seed=8).rename(snapshot)
     assert measured_checkpoint(snapshot, {}).name == "org/name"
-
-
-def test_a_suite_is_a_file_and_a_row(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    from types import ModuleType
-
-    from kvfold.core.errors import InvalidInput
-    from kvfold.core.settings import Settings
-    from kvfold.eval.suites import catalogue as suites
-
-    @dataclass(frozen=True)
-    class Weights:
-        count: dict[str, int]
-
-    class Unit(Settings):
-        unit: str = "one"
-
-    def check(settings: Unit) -> None:
-        if settings.unit == "furlong":
-            raise InvalidInput("--unit furlong is none")
-
-    def rows(found: Weights, roles: tuple[str, ...]) -> list[list[str]]:
-        return [["parameters", *(str(found.count[role]) for role in roles)]]
-
-    module = ModuleType("kvfold.eval.suites.weights")
-    vars(module)["rows"] = rows
-    vars(module)["check"] = check
-    vars(module)["measure"] = lambda subject: Weights(
-        {
-            role: subject.part(f"weights/{role}", subject.load(role).model.num_parameters)
-            for role in subject.roles
-        }
-    )
-    monkeypatch.setitem(sys.modules, "kvfold.eval.suites.weights", module)
-    row = suites.Suite(module="weights", summary="how many weights", settings=Unit)
-    monkeypatch.setitem(suites.SUITES, "weights", row)
-    result = evaluate(mha, mha, None, OPTIONS, suites=("cache", "weights"))
-    count = result.suites["weights"].count["student"]
-    assert count > 10_000
-    assert result.rows[-1] == ["parameters", str(count), str(count)]
-    assert result.to_json()["suites"]["weights"] == {"count": {"student": count, "teacher": count}}
-    assert isinstance(result, Result)
-    with pytest.raises(InvalidInput, match="furlong"):
-        evaluate(mha, None, None, OPTIONS, suites=("weights",), settings=Unit(unit="furlong"))

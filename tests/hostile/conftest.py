@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from kvfold.cli import main
 
+from ..support.commands import run_main
 from ..support.tiny import make
 
 GQA = ("--to", "gqa", "--kv-heads", "2")
@@ -17,26 +18,13 @@ WEIGHTS = (*GQA, "--calibration", "none")
 
 @dataclass
 class Scene:
-    """A directory with hostile files, and the commands that read them.
-
-    Attributes:
-        root: the directory; everything that a command may touch is in it.
-        canary: a file that hostile code would write.
-    """
+    """A directory `root` with hostile files for commands, and `canary`, which hostile code would write."""
 
     root: Path
     canary: Path
 
     def refused(self, *words: str | Path, says: str = "") -> str:
-        """Run a command that must be refused, and return its sentence.
-
-        The exit code is 2, stderr ends with one sentence, there is no traceback, and no file in `root`
-        appears, changes or disappears.
-
-        Args:
-            words: the arguments of `kvfold`.
-            says: a part of the sentence.
-        """
+        """Run a command that must be refused in one sentence with `says`, and leave every file as it is."""
         before = contents(self.root)
         done = CliRunner().invoke(main, [str(word) for word in words])
         assert isinstance(done.exception, SystemExit), f"{words}: {done.exception!r} {done.output}"
@@ -70,8 +58,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("originals")
     source = make(root / "source")
     (source / "README.md").write_text("---\nlicense: mit\n---\n# tiny\n")
-    done = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, "--out", str(root / "fold")])
-    assert done.exit_code == 0, done.output
+    run_main("convert", source, *WEIGHTS, "--out", root / "fold")
     return root
 
 

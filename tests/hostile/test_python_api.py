@@ -11,14 +11,9 @@ import kvfold
 from kvfold.core.errors import LONGEST, InvalidInput
 
 VALUES: dict[str, Any] = {
-    "number": 7,
-    "bytes": b"x",
-    "list": [1],
-    "object": object(),
-    "null character": "a\0b",
-    "empty": "",
+    "number": 7, "bytes": b"x", "list": [1], "object": object(), "null character": "a\0b", "empty": "",
     "long": "x" * 5000,
-}
+}  # fmt: skip
 CALLS: dict[str, Callable[[Path, Any], object]] = {
     "fold source": lambda source, value: kvfold.fold(value, kvfold.MQA(), out=source / "out"),
     "fold target": lambda source, value: kvfold.fold(source, value),

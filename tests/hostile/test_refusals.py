@@ -19,6 +19,7 @@ from kvfold import recipes
 from kvfold.checkpoints.shards import INDEX
 from kvfold.cli import main
 
+from ..support.commands import run_main
 from ..support.quantised import FORMATS, quantise, quantised_tower
 from ..support.tiny import ROPE, make
 from ..support.towers import make_multimodal
@@ -126,11 +127,8 @@ CONVERTED: list[tuple[str, Damage, str]] = [
     ("llama", rope(rope_type="spiral"), "spiral"),
     ("llama", rope(factor="8"), "config.json has factor '8'"),
     ("llama", written("config.json", f'{{"a": {DEEP}'), "levels deep"),
-    (
-        "llama",
-        indexed('{"weight_map": {"a": "../source/a.safetensors"}}'),
-        "has the shard '../source/a.safet",
-    ),
+    ("llama", indexed('{"weight_map": {"a": "../source/a.safetensors"}}'),
+     "has the shard '../source/a.safet"),
     ("llama", indexed("{}"), "it has no weight_map"),
     ("llama", config(transformers_weights="adapter_model.bin"), "transformers_weights"),
     ("llama", written("adapter_config.json", "{}"), "has an adapter"),
@@ -147,7 +145,7 @@ CONVERTED: list[tuple[str, Damage, str]] = [
     ("llava", without("layers.1.self_attn.k_proj.weight"), "layers.1.self_attn.k_proj.weight"),
     ("llava", config(quantization_config={"quant_method": "fp8"}), "but no quantised weight"),
     ("llava fp8 blocks", without("language_model.model.layers.1.mlp.up_proj.weight_scale_inv"), "has no "),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -222,10 +220,8 @@ def test_an_evaluation_refuses_it(scene: Scene, damage: Damage, sentence: str) -
 PUBLISHED: list[tuple[str, Damage]] = [
     ("kvfold.json", edited("kvfold.json", lambda record: record.pop("stage"))),
     ("kvfold.json", edited("kvfold.json", lambda record: record.update(source=[]))),
-    (
-        "kvfold.json",
-        edited("kvfold.json", lambda record: record["cache"]["after"].update(bytes_per_token="9")),
-    ),
+    ("kvfold.json",
+     edited("kvfold.json", lambda record: record["cache"]["after"].update(bytes_per_token="9"))),
     ("kvfold.json", edited("kvfold.json", lambda record: record.update(schema=[1]))),
     ("kvfold.json", edited("kvfold.json", lambda record: record["source"].update(name="\ud800"))),
     ("kvfold.json", written("kvfold.json", DEEP)),
@@ -233,13 +229,11 @@ PUBLISHED: list[tuple[str, Damage]] = [
     ("eval.json", written("eval.json", '{"schema": 2}')),
     ("README.md", written("README.md", "---\nmodel-index: [7]\n---\n# x\n")),
     ("README.md", written("README.md", "---\ntags: [{a: 1}]\n---\n# x\n")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "damage"), PUBLISHED)
-def test_a_damaged_record_report_or_card_is_named(
-    scene: Scene, fold: Path, file: str, damage: Damage
-) -> None:
+def test_a_damaged_record_or_card_is_named(scene: Scene, fold: Path, file: str, damage: Damage) -> None:
     damage(fold)
     scene.refused("publish", fold, "org/x", "--dry-run", "--verify", "lint", says=file)
 
@@ -256,12 +250,9 @@ def large(path: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
-    "outside": outside,
-    "zeros": lambda path: path.symlink_to("/dev/zero"),
-    "circle": lambda path: path.symlink_to(path.name),
-    "pipe": os.mkfifo,
-    "large": large,
-}
+    "outside": outside, "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "circle": lambda path: path.symlink_to(path.name), "pipe": os.mkfifo, "large": large,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,15 +275,12 @@ def test_links_of_the_hubs_cache_are_followed(scene: Scene, source: Path) -> Non
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")
     out = scene.root / "out"
-    done = CliRunner().invoke(main, ["convert", str(snapshot), *WEIGHTS, "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    run_main("convert", snapshot, *WEIGHTS, "--out", out)
     assert (out / "LICENSE").read_text() == "My terms"
     assert not (out / "LICENSE").is_symlink()
 
 
-def test_nobody_is_asked_about_code_of_a_multimodal_model(
-    scene: Scene, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_asked_about_its_code(scene: Scene, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers asks on a terminal unless it is told that code is not trusted."""
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
@@ -313,9 +301,7 @@ KERNELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", KERNELS)
-def test_no_kernel_is_downloaded(
-    scene: Scene, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_no_kernel_is_loaded(scene: Scene, source: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """transformers would download and import a kernel that a config.json names, if `kernels` is installed."""
     from transformers import modeling_utils
 
@@ -334,10 +320,7 @@ def test_no_kernel_is_downloaded(
 
 
 def published(fold: Path) -> dict[str, Any]:
-    done = CliRunner().invoke(
-        main, ["publish", str(fold), "org/x", "--dry-run", "--json", "--verify", "lint"]
-    )
-    assert done.exit_code == 0, done.stderr
+    done = run_main("publish", fold, "org/x", "--dry-run", "--json", "--verify", "lint")
     told: dict[str, Any] = json.loads(done.stdout)
     return told
 
@@ -392,8 +375,7 @@ def test_needed_files_that_are_elsewhere_are_not_published(scene: Scene, fold: P
 @pytest.mark.parametrize("name", ["[bold]x[bold]", "a\x1b[31mb", "a\nb", "ä漢"])
 def test_names_are_shown_as_text(scene: Scene, fold: Path, name: str) -> None:
     place = fold.rename(scene.root / name)
-    done = CliRunner().invoke(main, ["verify", str(place), "--lint"])
-    assert done.exit_code == 0, done.output
+    done = run_main("verify", place, "--lint")
     assert "\x1b" not in done.stdout
     if name.isprintable():
         assert name in done.stdout.replace("\n", "")
@@ -418,8 +400,7 @@ def test_tables_of_positions_are_bounded(scene: Scene) -> None:
 def test_weights_that_the_class_ignores_are_kept_and_named(scene: Scene, source: Path) -> None:
     out = scene.root / "out"
     weights(lambda tensors: tensors.update({"score.weight": torch.ones(3, 32)}))(source)
-    done = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    done = run_main("convert", source, *WEIGHTS, "--out", out)
     assert "1 weights outside its layers that a LlamaForCausalLM ignores, e.g. score.weight" in done.stderr
     assert torch.equal(load_file(out / "model.safetensors")["score.weight"], torch.ones(3, 32))
 
@@ -427,7 +408,6 @@ def test_weights_that_the_class_ignores_are_kept_and_named(scene: Scene, source:
 @pytest.mark.parametrize("value", [None, []])
 def test_an_output_names_its_class(scene: Scene, source: Path, value: Any) -> None:
     config(architectures=value)(source)
-    done = CliRunner().invoke(main, ["convert", str(source), *WEIGHTS, "--out", str(scene.root / "out")])
-    assert done.exit_code == 0, done.output
+    run_main("convert", source, *WEIGHTS, "--out", scene.root / "out")
     found = json.loads((scene.root / "out" / "config.json").read_text())
     assert found["architectures"] == ["LlamaForCausalLM"]

@@ -1,7 +1,4 @@
-"""The lab.
-
-Its formulas against the modules and counted operations, and the command.
-"""
+"""The lab. Its formulas against the modules and counted operations, and the command."""
 
 import json
 from pathlib import Path
@@ -19,6 +16,7 @@ from kvfold.lab.cli import main
 from kvfold.lab.reference import MultiHeadAttention, MultiHeadLatentAttention, TokenCache, costs
 from kvfold.lab.reference.trials import distances, run
 
+from ..support.commands import run_main
 from ..support.reference_modules import attention, latent_layer
 from ..support.tiny import make
 
@@ -93,10 +91,7 @@ def counted(module: nn.Module, *args: torch.Tensor, **options: Any) -> int:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_formulas_are_the_modules(name: str) -> None:
-    """Parameters, cache, and every matrix product that a forward does.
-
-    Of 7 tokens at once, and of one behind 9 others.
-    """
+    """Parameters, cache and every matrix product of a forward of 7 tokens, and of one behind 9 others."""
     make, one = PAIRS[name]
     module = make()
     assert one.total == sum(p.numel() for p in module.parameters())
@@ -116,28 +111,6 @@ def test_latent_queries_are_linear_in_the_input() -> None:
     assert one.cache_bytes(10, "float32") == one.cache_bytes(10**6, "float32") == 4 * 5 * 4 * (8 + 1)
 
 
-def test_documented_shapes() -> None:
-    """d_model 512 with 8 heads, and the small MLA of d_model 1024 with 46 heads."""
-    assert [costs.multi_head(512, 8, n).total for n in (8, 1, 4)] == [1_048_576, 589_824, 786_432]
-    mha = costs.multi_head(512, 8)
-    assert [costs.multi_head(512, 8, n).cache / mha.cache for n in (4, 2, 1)] == [0.5, 0.25, 0.125]
-    for rank, rope in ((256, 32), (512, 0)):
-        assert costs.latent(512, 8, rank, nope=64, rope=rope, value=64).cache / mha.cache == (rank + rope) / (
-            2 * 8 * 64
-        )
-    small = costs.latent(1024, 46, 128, 384, nope=32, rope=64, value=32)
-    assert small.parameters == {
-        "W_DQ": 1024 * 384,
-        "W_UQ, W_QR": 384 * 46 * (32 + 64),
-        "W_DKV": 1024 * 128,
-        "W_KR": 1024 * 64,
-        "W_UK": 128 * 46 * 32,
-        "W_UV": 128 * 46 * 32,
-        "W_O": 46 * 32 * 1024,
-    }
-    assert (small.total, small.cache) == (4_169_728, 192)
-
-
 def test_distances_are_distances() -> None:
     source, other, x = mha().double(), mha().double(), torch.randn(2, 9, 32, dtype=torch.float64)
 
@@ -154,10 +127,7 @@ def test_distances_are_distances() -> None:
 
 
 def test_memory_grows_with_what_is_expanded() -> None:
-    """The peak counts at least queries, keys, values and output at once.
-
-    Twice the tokens take about twice of it.
-    """
+    """The peak counts at least queries, keys, values and output; twice the tokens take about twice of it."""
     short, long = (run("mha", mha(), 32, tokens, "cpu") for tokens in (64, 128))
     assert short.peak_bytes >= 4 * 64 * 32 * 4
     assert 1.5 * short.peak_bytes < long.peak_bytes < 5 * short.peak_bytes
@@ -186,14 +156,11 @@ def test_model_with_norms(tmp_path: Path) -> None:
     """Its costs can be had; it cannot be measured by modules without norms."""
     model = str(make(tmp_path / "qwen3", "qwen3"))
     assert {row["name"] for row in invoke(model)["variants"]} >= {"MQA", "MLA"}
-    result = CliRunner().invoke(main, [model, "--measure"])
-    assert result.exit_code == 2
-    assert "query or key norms" in result.output
+    assert "query or key norms" in run_main("lab", model, "--measure", code=2).output
 
 
 def invoke(*words: str) -> Any:
-    result = CliRunner().invoke(main, [*words, "--json"])
-    assert result.exit_code == 0, result.output
+    result = run_main("lab", *words, "--json")
     return json.loads(result.stdout)
 
 
@@ -224,10 +191,7 @@ def test_command_on_a_model() -> None:
 
 
 def test_tables() -> None:
-    result = CliRunner().invoke(
-        main, ["--d-model", "32", "--heads", "2", "--measure", "--measure-lengths", "8"]
-    )
-    assert result.exit_code == 0, result.output
+    result = run_main("lab", "--d-model", "32", "--heads", "2", "--measure", "--measure-lengths", "8")
     for title in (
         "parameters of a layer",
         "KV cache, bfloat16",
@@ -239,10 +203,7 @@ def test_tables() -> None:
 
 
 def test_plot(tmp_path: Path) -> None:
-    """Every variant has its line in the diagrams of formulas, with as many points as lengths.
-
-    A file is never overwritten.
-    """
+    """Every variant has its line, with as many points as lengths; a file is never overwritten."""
     file, words = tmp_path / "lab.svg", ["--d-model", "32", "--heads", "2", "--lengths", "64,128,1k"]
     assert (
         CliRunner()
@@ -253,30 +214,20 @@ def test_plot(tmp_path: Path) -> None:
     tree = ElementTree.parse(file)
     groups = [group.attrib.get("id", "") for group in tree.iter("{http://www.w3.org/2000/svg}g")]
     assert sum(group.startswith("axes_") for group in groups) == 4  # three of formulas, one of times
-    again = CliRunner().invoke(main, [*words, "--plot", str(file)])
-    assert again.exit_code == 2
-    assert "nothing is overwritten" in again.output
+    assert "nothing is overwritten" in run_main("lab", *words, "--plot", file, code=2).output
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "lab needs a shape or a model"),
-        (["--d-model", "1024", "--heads", "46"], "give --head-dim too"),
-        (["--d-model", "64", "--heads", "4", "--kv-heads", "3"], "do not divide into 3"),
-        (
-            ["--d-model", "64", "--heads", "4", "--lengths", "4k,x"],
-            "--lengths is 'x'; it should be a number of tokens",
-        ),
-        (
-            ["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
-            "--device abacus is not available",
-        ),
-        ([str(DEMO), "--heads", "4"], "--heads would contradict the shape of MODEL"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "lab needs a shape or a model"),
+    (["--d-model", "1024", "--heads", "46"], "give --head-dim too"),
+    (["--d-model", "64", "--heads", "4", "--kv-heads", "3"], "do not divide into 3"),
+    (["--d-model", "64", "--heads", "4", "--lengths", "4k,x"],
+     "--lengths is 'x'; it should be a number of tokens"),
+    (["--d-model", "64", "--heads", "4", "--measure", "--device", "abacus"],
+     "--device abacus is not available"),
+    ([str(DEMO), "--heads", "4"], "--heads would contradict the shape of MODEL"),
+])  # fmt: skip
 def test_mistakes(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 2
+    result = run_main("lab", *words, code=2)
     assert message in result.output
     assert "Traceback" not in result.output

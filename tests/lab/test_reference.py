@@ -1,9 +1,4 @@
-"""The modules of every attention variant are what their equations say.
-
-Each against itself and the others.
-"""
-
-from dataclasses import replace
+"""The modules of every attention variant are what their equations say, each against the others."""
 
 import pytest
 import torch
@@ -14,13 +9,9 @@ from kvfold.lab.reference import MultiHeadAttention, TokenCache
 from ..support.reference_modules import TABLE, N, T, attention, inputs, latent, latent_layer, multi_head
 
 MODULES = {
-    "mha": lambda: multi_head(N),
-    "gqa": lambda: multi_head(2),
-    "mqa": lambda: multi_head(1),
-    "mla": latent,
-    "mla, query latent": lambda: latent(q_rank=8),
-    "mla, absorbed": lambda: latent(absorbed=True),
-}
+    "mha": lambda: multi_head(N), "gqa": lambda: multi_head(2), "mqa": lambda: multi_head(1), "mla": latent,
+    "mla, query latent": lambda: latent(q_rank=8), "mla, absorbed": lambda: latent(absorbed=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -56,14 +47,6 @@ def test_the_latent_module_is_the_layer(absorbed: bool, q_rank: int | None) -> N
     torch.testing.assert_close(
         latent(absorbed=absorbed, q_rank=q_rank)(x), attend(latent_layer(q_rank), x, slots)
     )
-
-
-def test_equal_heads_are_fewer_heads() -> None:
-    """GQA is MHA whose heads repeat; with as many groups as heads it is MHA."""
-    few, x = attention(2), inputs()
-    names = ("k_KHD", "v_KHD", "k_KH", "v_KH")
-    many = replace(few, **{name: getattr(few, name).repeat_interleave(2, 0) for name in names})
-    torch.testing.assert_close(MultiHeadAttention(many, TABLE)(x), MultiHeadAttention(few, TABLE)(x))
 
 
 def test_absorbed_takes_over_a_cache() -> None:

@@ -31,9 +31,7 @@ def test_nothing_discarded_nothing_changed(kv_heads: int, table: tuple[float, ..
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_groups_keep_their_shapes(groups: int) -> None:
-    """The naive converter averages all heads to one and leaves (H, D) weights where a forward of g > 1
-    heads needs (gH, D).
-    """
+    """The naive converter leaves (H, D) weights where a forward of g > 1 heads needs (gH, D)."""
     folded = fold_to_groups(attention(4), TABLE, groups, inputs(30))
     assert folded.k_KHD.shape == folded.v_KHD.shape == (groups, H, D)
     assert MultiHeadAttention(folded, TABLE)(inputs()).shape == inputs().shape

@@ -49,30 +49,22 @@ def test_a_bound_that_no_step_holds_and_then_another_one(
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"to": "mha"}, "to is 'mha'; it should be 'gqa', 'mqa' or 'mla'"),
-        ({"until": 1.02}, "until is 1.02; it should be text"),
-        (
-            {"until": "cache.ratio<0.5"},
-            "until 'cache.ratio<0.5' names the suite cache, which is not run; bound what kvfold migrate measures",
-        ),
-        ({"window": 1}, "window is 1; it should be"),
-        ({"window": "x"}, "window is 'x'; it should be a whole number"),
-        ({"tokens_per_step": "many"}, "tokens_per_step is 'many'; it should be a number of tokens"),
-        ({"seed": 2**63}, f"seed is {2**63}; it should be less than or equal to {2**63 - 1}"),
-        ({"seeds": 3}, "unknown name 'seeds'; did you mean 'seed'"),
-        ({"settings": {"stages.0.lr": object()}}, r"recipe: stages\[0\].lr is <object"),
-        (
-            {"settings": {"stages.0.lr": float("nan")}},
-            r"recipe: stages\[0\].lr is nan; it should be a finite",
-        ),
-        ({"settings": {"stages.0.lr=1": 2}}, r"recipe: unknown key 'lr=1' in stages\[0\]"),
-        ({"settings": {"stages.4.lr": 1}}, r"^settings\['stages.4.lr'\]: the recipe has no such key"),
-        ({"settings": {"output": "x"}}, r"^settings\['output'\]: every step has its own student and output"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "sentence"), [
+    ({"to": "mha"}, "to is 'mha'; it should be 'gqa', 'mqa' or 'mla'"),
+    ({"until": 1.02}, "until is 1.02; it should be text"),
+    ({"until": "cache.ratio<0.5"},
+     "until 'cache.ratio<0.5' names the suite cache, which is not run; bound what kvfold migrate measures"),
+    ({"window": 1}, "window is 1; it should be"),
+    ({"window": "x"}, "window is 'x'; it should be a whole number"),
+    ({"tokens_per_step": "many"}, "tokens_per_step is 'many'; it should be a number of tokens"),
+    ({"seed": 2**63}, f"seed is {2**63}; it should be less than or equal to {2**63 - 1}"),
+    ({"seeds": 3}, "unknown name 'seeds'; did you mean 'seed'"),
+    ({"settings": {"stages.0.lr": object()}}, r"recipe: stages\[0\].lr is <object"),
+    ({"settings": {"stages.0.lr": float("nan")}}, r"recipe: stages\[0\].lr is nan; it should be a finite"),
+    ({"settings": {"stages.0.lr=1": 2}}, r"recipe: unknown key 'lr=1' in stages\[0\]"),
+    ({"settings": {"stages.4.lr": 1}}, r"^settings\['stages.4.lr'\]: the recipe has no such key"),
+    ({"settings": {"output": "x"}}, r"^settings\['output'\]: every step has its own student and output"),
+])  # fmt: skip
 def test_mistakes_are_named_as_in_python(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"to": "gqa", "until": "kl<1", "out": tmp_path / "out", **changed}
     with pytest.raises(kvfold.InvalidInput, match=sentence):

@@ -1,7 +1,4 @@
-"""The end of `kvfold migrate`.
-
-With the better of fold and distilled, and with what another bound can go on from.
-"""
+"""The end of `kvfold migrate`: the better of fold and distilled, and what another bound resumes from."""
 
 import json
 from pathlib import Path
@@ -15,13 +12,10 @@ from kvfold.migration import steps
 from ..support.migrations import arguments, interrupt, invoke, unproven
 
 
-def test_another_bound_goes_on_from_what_met_none(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_bound_goes_on(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unproven(monkeypatch)
     out, unmet = tmp_path / "out", tmp_path / "out.unmet"
-    first = invoke(arguments(texts, out, "ppl<0.5x", steps="50%"))
-    assert first.exit_code == 3
+    first = invoke(arguments(texts, out, "ppl<0.5x", steps="50%"), code=3)
     assert (
         f"use another bound or begin --steps with a larger cache, and the same command resumes from "
         f"{out}.partial" in first.stderr
@@ -31,13 +25,11 @@ def test_another_bound_goes_on_from_what_met_none(
     # A bound on the KL may ask for the fold's own evaluation; nothing else is made again.
     for name in ("study", "rewrite", "distill"):
         monkeypatch.setattr(steps, name, None)
-    second = invoke([*arguments(texts, out, "kl<1e-9", steps="50%"), "--json"])
-    assert second.exit_code == 3, second.output
+    second = invoke([*arguments(texts, out, "kl<1e-9", steps="50%"), "--json"], code=3)
     assert json.loads((unmet / "report.json").read_text()) == json.loads(second.stdout)
     assert json.loads(second.stdout)["until"] == "kl<1e-9"
     assert (unmet / "mine").exists()
-    third = invoke([*arguments(texts, out, "ppl<9x", steps="50%"), "--json"])
-    assert third.exit_code == 0, third.output
+    third = invoke([*arguments(texts, out, "ppl<9x", steps="50%"), "--json"], code=0)
     assert f"{unmet} is of an earlier bound" in third.stderr
     assert (out / "model.safetensors").read_bytes() == weights
     assert json.loads(third.stdout)["met"]
@@ -50,8 +42,7 @@ def test_a_fold_that_its_distillation_made_worse_stands_for_itself(
     unproven(monkeypatch)
     out = tmp_path / "out"
     words = arguments(texts, out, steps="50%", set="stages.0.lr=0.5")
-    done = invoke([*words, "--set", "evaluate=null", "--json", "--keep-steps"])
-    assert done.exit_code == 0, done.output
+    done = invoke([*words, "--set", "evaluate=null", "--json", "--keep-steps"], code=0)
     assert "distillation made 50% worse, so its fold is used" in done.stderr
     report = json.loads(done.stdout)
     (step,) = report["steps"]
@@ -68,9 +59,7 @@ def test_a_fold_that_its_distillation_made_worse_stands_for_itself(
         assert ".partial" not in (out / name).read_text(), name
 
 
-def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_at_its_end(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     words = [*arguments(texts, out, steps="50%"), "--json"]
     unproven(monkeypatch)
@@ -87,13 +76,10 @@ def test_a_run_that_was_killed_while_it_tidied_up_has_ended(
     assert (invoke(words).exit_code, "out exists" in invoke(words).stderr) == (2, True)
 
 
-def test_calibration_is_as_long_as_that_of_convert(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_is_as_long(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a window is shorter, it is as long as that."""
     seen: list[Any] = []
     monkeypatch.setattr(steps, "migrate", lambda asked: seen.append(asked) or {"met": True})
     for window in ("256", "32"):
-        done = invoke([*arguments(texts, tmp_path / window, window=window), "--json"])
-        assert done.exit_code == 0, done.output
+        invoke([*arguments(texts, tmp_path / window, window=window), "--json"], code=0)
     assert [asked.calibration["length"] for asked in seen] == [None, 32]

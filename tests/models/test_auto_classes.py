@@ -1,7 +1,4 @@
-"""Remote outputs in transformers' Auto classes after `import kvfold.register`, without trust_remote_code.
-
-What is registered holds for a whole process, so each test asks one of its own.
-"""
+"""Remote outputs in Auto classes after `import kvfold.register`, which holds for a whole process."""
 
 import json
 import os

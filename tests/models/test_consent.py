@@ -1,7 +1,4 @@
-"""Code in a checkpoint that is not kvfold's.
-
-A canary that no command may let sing, and what each command says.
-"""
+"""Code in a checkpoint that is not kvfold's: a canary that no command runs, and what each command says."""
 
 import hashlib
 import json
@@ -26,13 +23,13 @@ from kvfold.models.code_files import clean_copy, foreign_code
 from kvfold.models.load_options import LoadOptions
 from kvfold.models.remote_code import EARLIER, carries_own_code
 
+from ..support.commands import run_main
 from ..support.folds import WEIGHTS, convert
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
 
 FIRST = "361df92"  # the last commit of 0.1.0
 SIZES = {"num_key_value_heads": 4, "vocab_size": 258}
-FIRST = "361df92"  # the last commit of 0.1.0
 ROOT = Path(__file__).parents[2]
 TEXT = "A cache of keys and values grows with every token. " * 40
 PASSED_ON = "from .modeling_kvfold import *\n"
@@ -75,8 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(make(place / "source", "llama", **SIZES))
     for name in ("remote", "stock"):
         options = ("--to", "mla", "--container", name, "--kv-budget", "50%", *WEIGHTS)
-        done = convert(place / "source", *options, out=place / name)
-        assert done.exit_code == 0, done.output
+        convert(place / "source", *options, out=place / name, code=0)
     return place
 
 
@@ -117,9 +113,7 @@ def test_verify_and_publish_refuse_it(kind: str, trick: str, made: Path, tmp_pat
     play(trick, directory, sung)
     for words in (["verify", "{}"], ["verify", "{}", "--lint"], ["publish", "{}", "org/tiny", "--dry-run"],
                   ["publish", "{}", "org/tiny", "--dry-run", "--verify", "lint"]):  # fmt: skip
-        done = CliRunner().invoke(main, [word.format(directory) for word in words])
-        assert done.exit_code == 3, done.output
-        assert "this kvfold" in done.output
+        assert "this kvfold" in run_main(*([word.format(directory) for word in words]), code=3).output
         assert not sung.exists()
 
 
@@ -140,9 +134,7 @@ def test_an_evaluation_runs_none_of_it(trick: str, made: Path, tmp_path: Path, s
 
 @pytest.mark.parametrize("trick", ["mapped", "nested", "tokenizer", "generate", "altered"])
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_a_distillation_runs_none_of_it(
-    role: str, trick: str, made: Path, tmp_path: Path, sung: Path
-) -> None:
+def test_distillation_runs_none_of_it(role: str, trick: str, made: Path, tmp_path: Path, sung: Path) -> None:
     """Nor does its output name it."""
     directory, text = Path(shutil.copytree(made / "remote", tmp_path / "in")), tmp_path / "text.txt"
     play(trick, directory, sung)
@@ -177,8 +169,7 @@ def test_a_source_runs_none_of_its_own(made: Path, tmp_path: Path, sung: Path) -
     ):
         out = tmp_path / name
         taken = ("--calibration", "self", "--sequences", "2", "--length", "16", "--refine", "0")
-        done = convert(source, *options, *taken, out=out)
-        assert done.exit_code == 0, done.output
+        convert(source, *options, *taken, out=out, code=0)
         assert foreign_code(out) == ""
         assert verify(out).failures == []
         AutoTokenizer.from_pretrained(out, trust_remote_code=False)

@@ -21,14 +21,9 @@ RATE = 0.5
 QUIET = ("dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop",
          "router_jitter_noise", "input_jitter_noise")  # fmt: skip
 SETTINGS: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "attention_dropout": RATE,
-    "attn_pdrop": RATE,
-    **dict.fromkeys(QUIET, 0.0),
-}
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    "attention_dropout": RATE, "attn_pdrop": RATE, **dict.fromkeys(QUIET, 0.0),
+}  # fmt: skip
 IN_OWN_CODE = [
     kind
     for kind in FAMILIES

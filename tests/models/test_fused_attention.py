@@ -1,7 +1,4 @@
-"""Values as wide as keys, and bounds on scores.
-
-On a CPU the same numbers by torch's fused kernel, whatever the mask, forwards and backwards.
-"""
+"""Values as wide as keys, and bounded scores: torch's fused kernel gives the same, whatever the mask."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""The fused kernel: what it computes (by Triton's interpreter), that it compiles for GPUs, and what serves
-where it cannot.
-
-No GPU is needed; on one, `python -m benchmarks.kernels` and `python -m benchmarks.cuda_check` run it. Legend:
-kvfold/models/shipped/attention_kvfold.py.
-"""
+"""The fused kernel by Triton's interpreter (on a GPU: benchmarks.kernels, benchmarks.cuda_check)."""
 
 import json
 import os
@@ -93,19 +88,12 @@ def test_one_operation_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(compiled(*given, 0.2), kernels.plain(*given, 0.2))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [
-        (
-            lambda *_: (_ for _ in ()).throw(RuntimeError("out of resource: shared memory")),
-            "RuntimeError: out of resource",
-        ),
-        (lambda *given: kernels.plain(*given) * 1.1, "differs from plain products by 1.0e-01"),
-    ],
-)
-def test_plain_products_serve_where_the_kernel_fails(
-    kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("kernel", "words"), [
+    (lambda *_: (_ for _ in ()).throw(RuntimeError("out of resource: shared memory")),
+     "RuntimeError: out of resource"),
+    (lambda *given: kernels.plain(*given) * 1.1, "differs from plain products by 1.0e-01"),
+])  # fmt: skip
+def test_plain_products_without_a_kernel(kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once tried, it is not tried again; one warning says why."""
     tried = []
 

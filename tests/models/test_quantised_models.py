@@ -1,6 +1,4 @@
-"""A quantised checkpoint computes what its dequantised twin computes: whole, by the layer, in statistics, in
-the evaluation; and transformers loads a fold of it where its own reader runs on a CPU.
-"""
+"""A quantised checkpoint computes what its dequantised twin does, wherever it is read."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,12 +15,12 @@ from kvfold.checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, 
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
-from kvfold.eval.cli import main as evaluate
 from kvfold.models.causal_lm import load, load_model
 from kvfold.models.dequantised import LazyWeights
 from kvfold.models.layered_model import LayeredModel
 from kvfold.models.load_options import LoadOptions
 
+from ..support.commands import run_main
 from ..support.quantised import FORMATS, quantise
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
@@ -91,8 +88,7 @@ def test_a_calibrated_fold_is_the_twins_and_is_evaluated_and_verified(place: Pat
     assert all(torch.equal(ours[name], its[name]) for name in its if "self_attn" in name)
     (tmp_path / "text.txt").write_text("key value cache head fold " * 40)
     arguments = [str(tmp_path / "fp8 blocks"), "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
-    done = CliRunner().invoke(evaluate, [*arguments, "--teacher", str(place / "fp8 blocks")])
-    assert done.exit_code == 0, done.output
+    run_main("eval", *arguments, "--teacher", place / "fp8 blocks")
     report = kvfold.verify(tmp_path / "fp8 blocks")
     assert not report.failures
     assert any(check.name == "source" for check in report.checks)
@@ -131,23 +127,18 @@ def test_weights_are_read_when_they_are_needed(place: Path, monkeypatch: pytest.
     assert read == [name]
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("fp8 blocks", None),
-        ("mxfp4", None),
-        ("compressed fp8", "compressed_tensors"),
-        ("compressed fp8 blocks", "compressed_tensors"),
-        ("compressed int8", "compressed_tensors"),
-        ("compressed int4", "compressed_tensors"),
-        ("compressed nvfp4", "compressed_tensors"),
-        ("compressed mxfp4", "compressed_tensors"),
-        ("bitsandbytes int8", "bitsandbytes"),
-    ],
-)
-def test_transformers_loads_the_fold_with_its_own_reader(
-    name: str, package: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "package"), [
+    ("fp8 blocks", None),
+    ("mxfp4", None),
+    ("compressed fp8", "compressed_tensors"),
+    ("compressed fp8 blocks", "compressed_tensors"),
+    ("compressed int8", "compressed_tensors"),
+    ("compressed int4", "compressed_tensors"),
+    ("compressed nvfp4", "compressed_tensors"),
+    ("compressed mxfp4", "compressed_tensors"),
+    ("bitsandbytes int8", "bitsandbytes"),
+])  # fmt: skip
+def test_transformers_loads_the_fold_by_its_reader(name: str, package: str | None, tmp_path: Path) -> None:
     """Its logits are those of the fold that `--dequantize` writes, apart from rounding to bfloat16."""
     if package is not None:
         pytest.importorskip(package, reason=f"transformers reads {name} with the package {package}")

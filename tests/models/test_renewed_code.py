@@ -13,6 +13,7 @@ import kvfold
 from kvfold.cli import main
 from kvfold.models.remote_code import EARLIER, FILES, HERE, ship
 
+from ..support.commands import run_main
 from ..support.folds import fold_latent
 from ..support.tiny import make
 
@@ -56,12 +57,9 @@ def test_code_of_an_earlier_version_is_renewed(earlier: Path, made: Path) -> Non
     assert "is this version's" in again.output
 
 
-def test_code_that_is_not_kvfolds_or_is_a_link_is_not_renewed(
-    earlier: Path, made: Path, tmp_path: Path
-) -> None:
+def test_code_not_of_kvfold_or_in_a_link_is_not_renewed(earlier: Path, made: Path, tmp_path: Path) -> None:
     def refused(directory: Path) -> str:
-        done = CliRunner().invoke(main, ["verify", str(directory), "--renew-code"])
-        assert done.exit_code == 2
+        done = run_main("verify", directory, "--renew-code", code=2)
         return " ".join(done.output.split())
 
     file = earlier / "attention_kvfold.py"
@@ -83,8 +81,7 @@ def test_code_that_is_not_kvfolds_or_is_a_link_is_not_renewed(
 
 def test_a_wrong_option_is_told_before_code_is_renewed(earlier: Path, tmp_path: Path) -> None:
     before = (earlier / ATTENTION).read_bytes()
-    done = CliRunner().invoke(main, ["verify", str(earlier), "--renew-code", "--llama-cpp", str(tmp_path)])
-    assert done.exit_code == 2
+    done = run_main("verify", earlier, "--renew-code", "--llama-cpp", tmp_path, code=2)
     assert "is for --engine llama.cpp" in done.output
     assert (earlier / ATTENTION).read_bytes() == before
 

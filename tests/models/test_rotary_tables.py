@@ -31,9 +31,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fold(make(tmp_path_factory.mktemp("rotary") / "source"))
 
 
-def test_the_prefix_of_the_class_need_not_name_its_decoder(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_prefix_need_not_name_its_decoder(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Llama 4, whose text class has the prefix `language_model` and its decoder in `model`."""
     expected = logits(KvfoldForCausalLM.from_pretrained(out))
     monkeypatch.setattr(LlamaForCausalLM, "base_model_prefix", "language_model")

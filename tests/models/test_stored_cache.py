@@ -49,8 +49,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
             made[kind] = source
             if options:
                 made[kind] = source.with_name("fold")
-                done = folds.convert(source, *options, *folds.WEIGHTS, out=made[kind])
-                assert done.exit_code == 0, done.output
+                folds.convert(source, *options, *folds.WEIGHTS, out=made[kind], code=0)
         return load(made[kind], LoadOptions(device="cpu")).model.double()
 
     return get
@@ -89,9 +88,7 @@ def decoded(model: Any, kind: str, store: Callable[[Tensor], Tensor]) -> Tensor:
 @pytest.mark.parametrize("name", CACHE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_whole_window_reads_what_decoding_reads(
-    model_of: Callable[[str], Any], kind: str, name: str
-) -> None:
+def test_a_window_reads_what_decoding_reads(model_of: Callable[[str], Any], kind: str, name: str) -> None:
     model, own = model_of(kind), cache_dtype(name).stored
     if name == "bfloat16":
         wanted = decoded(model, kind, lambda rows: rows.bfloat16().double())
@@ -142,9 +139,7 @@ def test_attention_that_writes_no_cache_is_refused(model_of: Callable[[str], Any
     forward = attention.forward
     attention.forward = lambda *args, past_key_values=None, **kwargs: forward(*args, **kwargs)
     StoredCache(model, cache_dtype("int8"))
-    with pytest.raises(
-        InvalidInput, match=r"layer 1 of this model \(LlamaAttention\) does not write its keys"
-    ):
+    with pytest.raises(InvalidInput, match=r"layer 1 of .* model \(LlamaAttention\) does not write its keys"):
         model(input_ids=ids_of(model))
     attention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     with pytest.raises(InvalidInput, match="leave out --cache-dtype"):

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
@@ -23,6 +21,8 @@ from kvfold.planning.candidates import Candidate, find_candidates
 from kvfold.planning.demand import Bounds
 from kvfold.planning.ranking import Row, place, predict_rows
 from kvfold.texts.corpus import read_text
+
+from ..support.commands import run_main
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"  # 8 heads of 16 in 6 layers, in bfloat16
 BOUNDS = Bounds(context=200, batch=3, memory=None)
@@ -45,20 +45,15 @@ def found() -> dict[str, Candidate]:
     }
 
 
-@pytest.mark.parametrize(
-    ("label", "name", "each"),
-    [
-        ("GQA-4", "fp8_e4m3", 128.0),
-        ("GQA-4", "int4", 8 * (8 + 4)),  # four keys and four values of 16, each with a scale
-        ("GQA-4", "nvfp4", 8 * (8 + 1)),
-        ("MLA 48+16, stock uniform", "int4", 32 + 4),
-        ("MLA 48+16, stock uniform", "nvfp4", 32 + 4),
-        ("MLA 64, rope intact", "int8", 64 + 4),
-    ],
-)
-def test_bytes_are_counted_with_their_scales(
-    found: dict[str, Candidate], label: str, name: str, each: float
-) -> None:
+@pytest.mark.parametrize(("label", "name", "each"), [
+    ("GQA-4", "fp8_e4m3", 128.0),
+    ("GQA-4", "int4", 8 * (8 + 4)),  # four keys and four values of 16, each with a scale
+    ("GQA-4", "nvfp4", 8 * (8 + 1)),
+    ("MLA 48+16, stock uniform", "int4", 32 + 4),
+    ("MLA 48+16, stock uniform", "nvfp4", 32 + 4),
+    ("MLA 64, rope intact", "int8", 64 + 4),
+])  # fmt: skip
+def test_bytes_count_their_scales(found: dict[str, Candidate], label: str, name: str, each: float) -> None:
     row = place(found[label], BOUNDS, cache_dtype(name))
     assert row.demand.cache == 3 * 200 * 6 * each
     assert row.share == each / (256 * 2)
@@ -117,14 +112,12 @@ def test_coordinates_are_predicted_that_a_prepared_fold_begins_with(
 
 def test_formats_that_an_engine_does_not_store_are_left_out() -> None:
     words = ["plan", str(DEMO), "--context", "256", "--budgets", "25%", "--engine", "transformers", "--json"]
-    done = CliRunner().invoke(main, [*words, "--cache-dtype", "bfloat16,fp8_e4m3,int4"])
-    assert done.exit_code == 0, done.output
+    done = run_main(*words, "--cache-dtype", "bfloat16,fp8_e4m3,int4")
     report = json.loads(done.stdout)
     rows = [*report["candidates"], report["chosen"]]
     assert {row["label"].rpartition(", ")[2] for row in rows} == {"bfloat16", "fp8_e4m3"}
     assert all(("--cache-dtype fp8_e4m3" in row["command"]) == ("fp8_" in row["label"]) for row in rows)
-    none = CliRunner().invoke(main, [*words, "--cache-dtype", "int4"])
-    assert none.exit_code == 2
+    none = run_main(*words, "--cache-dtype", "int4", code=2)
     assert "no target is left: --cache-dtype int4 does not suit --engine transformers" in none.output
 
 
@@ -139,8 +132,7 @@ def test_by_weights_alone_formats_rank_too(found: dict[str, Candidate]) -> None:
 def test_targets_and_formats_are_ranked_together(statistics: Path) -> None:
     words = ["plan", str(DEMO), "--context", "256", "--batch", "16", "--budgets", "25%", "--memory", "6MB"]
     words += ["--cache-dtype", "bfloat16,fp8_e4m3,int4", "--calibration", str(statistics), "--json"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    done = run_main(*words)
     report = json.loads(done.stdout)
     assert report["cache_dtypes"] == ["bfloat16", "fp8_e4m3", "int4"]
     labels = [row["label"] for row in report["candidates"]]
@@ -162,13 +154,11 @@ def test_targets_and_formats_are_ranked_together(statistics: Path) -> None:
 
 def test_a_table_marks_the_front(statistics: Path) -> None:
     words = ["plan", str(DEMO), "--context", "256", "--budgets", "25%", "--cache-dtype", "int8"]
-    done = CliRunner().invoke(main, [*words, "--calibration", str(statistics)])
-    assert done.exit_code == 0, done.output
+    done = run_main(*words, "--calibration", statistics)
     assert "int8 *" in done.output
     assert "cache bytes" in done.output.replace("\n", " ")
 
 
 def test_an_unknown_format_is_refused() -> None:
-    done = CliRunner().invoke(main, ["plan", str(DEMO), "--cache-dtype", "int3"])
-    assert done.exit_code == 2
+    done = run_main("plan", DEMO, "--cache-dtype", "int3", code=2)
     assert "--cache-dtype is 'int3'; it should be 'bfloat16', 'fp8_e4m3'" in done.output

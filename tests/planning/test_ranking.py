@@ -1,7 +1,4 @@
-"""`kvfold plan`.
-
-What fits, what it costs, what it is predicted to lose, and whether measured perplexity ranks alike.
-"""
+"""`kvfold plan`: what fits, what it costs, and whether predicted losses rank as measured ones."""
 
 import json
 import math
@@ -12,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import kvfold
-from kvfold.cli import main
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
 from kvfold.convert.families.source import open_source
@@ -29,6 +25,7 @@ from kvfold.planning.demand import Bounds
 from kvfold.planning.ranking import place, predict_rows, rank
 from kvfold.texts.corpus import read_text
 
+from ..support.commands import run_main
 from ..support.tiny import ROPE, make
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -43,13 +40,12 @@ def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["plan", *arguments])
+def run(*arguments: str, code: int | None = None) -> Result:
+    return run_main("plan", *arguments, code=code)
 
 
 def report(*arguments: str, code: int = 0) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == code, result.output
+    result = run(*arguments, "--json", code=code)
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
@@ -129,10 +125,7 @@ def test_formulas_count_the_weights_that_are_written() -> None:
 
 
 def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Path) -> None:
-    """GQA and MLA, decoupled and intact, together: Spearman's correlation of predicted and measured loss.
-
-    Both are of the closed form.
-    """
+    """Spearman's correlation of predicted and measured losses of closed forms, over all targets together."""
     source, bounds = open_source(DEMO), Bounds(context=256, batch=1, memory=None)
     candidates, _ = find_candidates(source, ("50%", "25%", "12.5%"))
     wanted = [one for one in candidates if one.request.slots is None and one.request.container != "remote"]
@@ -145,7 +138,6 @@ def test_ranking_agrees_with_measured_perplexity(tmp_path: Path, statistics: Pat
     for number, row in enumerate(rows):
         rewrite(replace(row.candidate.plan, refine=0), tmp_path / str(number))
         lost = evaluate(tmp_path / str(number), DEMO, text, options, suites=("ppl",)).ppl.difference
-        assert lost is not None
         measured.append(lost.mean)
     predicted = [row.loss for row in rows]
     assert spearman(predicted, measured) >= 0.9, (predicted, measured)
@@ -167,8 +159,7 @@ def test_what_is_chosen_fits_and_can_be_pasted(tmp_path: Path, statistics: Path)
     assert found["unit"] == "nats per token, before refinement"
     words = shlex.split(found["chosen"]["command"])
     assert words[0] == "kvfold"
-    done = CliRunner().invoke(main, [*words[1:], "--refine", "0", "--out", str(tmp_path / "out"), "--json"])
-    assert done.exit_code == 0, done.output
+    done = run_main(*words[1:], "--refine", "0", "--out", tmp_path / "out", "--json")
     record = json.loads(done.stdout)
     elements = "elements_per_token_per_layer"
     assert record["cache"]["after"][elements] == fitting[0]["cache"][elements]
@@ -189,8 +180,7 @@ def test_speed_takes_what_moves_least_within_the_tolerance() -> None:
 
 
 def test_by_weights_alone_it_says_so() -> None:
-    result = run(str(DEMO), *FEW)
-    assert result.exit_code == 0, result.output
+    result = run(str(DEMO), *FEW, code=0)
     assert "by weights alone" in result.stdout
     assert "the weights alone; --calibration self" in result.stderr
     assert "\nkvfold convert " in result.stdout
@@ -263,9 +253,7 @@ def test_where_no_loss_can_be_predicted_the_largest_cache_is_taken(tmp_path: Pat
 
 @pytest.mark.parametrize("calibration", ["none", "self"])
 @pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "gpt_oss"])
-def test_losses_are_predicted_through_norms_bounds_sinks_and_windows(
-    tmp_path: Path, family: str, calibration: str
-) -> None:
+def test_losses_are_predicted_through_windows(tmp_path: Path, family: str, calibration: str) -> None:
     source = make(tmp_path / "source", family, num_key_value_heads=4)
     sample = ("--calibration", calibration, "--sequences", "8", "--length", "24")
     rows = report(str(source), *sample, "--context", "64", "--budgets", "50%,25%")["candidates"]
@@ -295,9 +283,7 @@ def test_curve_and_picture(tmp_path: Path, tmp_path_factory: pytest.TempPathFact
         assert [p["loss"] for p in points] == sorted(p["loss"] for p in points)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
-    again = run(*arguments)
-    assert again.exit_code == 2
-    assert "exists, and nothing is overwritten" in again.stderr
+    assert "exists, and nothing is overwritten" in run(*arguments, code=2).stderr
 
 
 def test_statistics_are_saved_also_where_nothing_fits(tmp_path: Path) -> None:
@@ -314,26 +300,22 @@ def test_saved_statistics_are_of_the_sources_text_where_none_is_named(tmp_path: 
     assert found.report["calibration"] == {"text": "self", "tokens": 16}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--context", "long"), "--context is 'long'; it should be a number of tokens"),
-        (("--memory", "24 parsecs"), "--memory is '24 parsecs'; it should be a size"),
-        (("--memory", "0GB"), "--memory is '0GB'; it should be a size"),
-        (("--memory", "24"), "--memory is '24'; it counts bytes: write for example 24GB"),
-        (("--budgets", "50%,150%"), "--budgets 150% is not a share"),
-        (("--engine", "mlc"), "--engine is 'mlc'; it should be 'transformers', "),
-        (("--png", "curve.svg"), "does not end in .png"),
-        (("--png", "nowhere/curve.png"), "there is no directory"),
-        (("--calibration", "absent.safetensors"), "absent.safetensors"),
-        (("--calibration", "absent.txt", "--memory", "1kB"), "--calibration absent.txt is not none, self"),
-        (("--calibration", "none", "--save-statistics", "kept.safetensors"), "nothing to save"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (("--context", "long"), "--context is 'long'; it should be a number of tokens"),
+    (("--memory", "24 parsecs"), "--memory is '24 parsecs'; it should be a size"),
+    (("--memory", "0GB"), "--memory is '0GB'; it should be a size"),
+    (("--memory", "24"), "--memory is '24'; it counts bytes: write for example 24GB"),
+    (("--budgets", "50%,150%"), "--budgets 150% is not a share"),
+    (("--engine", "mlc"), "--engine is 'mlc'; it should be 'transformers', "),
+    (("--png", "curve.svg"), "does not end in .png"),
+    (("--png", "nowhere/curve.png"), "there is no directory"),
+    (("--calibration", "absent.safetensors"), "absent.safetensors"),
+    (("--calibration", "absent.txt", "--memory", "1kB"), "--calibration absent.txt is not none, self"),
+    (("--calibration", "none", "--save-statistics", "kept.safetensors"), "nothing to save"),
+])  # fmt: skip
 def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
     given = arguments if "--budgets" in arguments else ("--budgets", "50%", *arguments)
-    result = run(str(DEMO), *given)
-    assert result.exit_code == 2, result.output
+    result = run(str(DEMO), *given, code=2)
     assert sentence in result.stderr
     assert "Traceback" not in result.output
 

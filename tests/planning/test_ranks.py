@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from kvfold.cli import main
-
+from ..support.commands import run_main
 from ..support.tiny import make
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
@@ -18,14 +17,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("ranks") / "source", num_hidden_layers=1, **WIDE)
 
 
-def plan(source: Path, *options: str) -> Result:
-    return CliRunner().invoke(main, ["plan", str(source), "--context", "64", "--budgets", "50%", *options])
+def plan(source: Path, *options: str, code: int | None = None) -> Result:
+    return run_main("plan", source, "--context", "64", "--budgets", "50%", *options, code=code)
 
 
 def test_a_rank_repeats_latents_and_divides_heads(source: Path) -> None:
     """1,024 elements of four heads: at TP 4 a rank holds 256 of them, and all of a latent."""
-    result = plan(source, "--tp", "4", "--json")
-    assert result.exit_code == 0, result.output
+    result = plan(source, "--tp", "4", "--json", code=0)
     found = json.loads(result.stdout)
     held = {row["label"]: row["rank"]["elements_per_token_per_layer"] for row in found["candidates"]}
     assert found["unchanged"]["rank"]["elements_per_token_per_layer"] == 256
@@ -63,6 +61,4 @@ def test_small_caches_are_told(heads: int, words: str | None, tmp_path: Path) ->
 
 
 def test_ranks_that_cannot_be_are_refused(source: Path) -> None:
-    result = plan(source, "--tp", "3")
-    assert result.exit_code == 2
-    assert "--tp 3 does not divide the 4 attention heads" in result.output
+    assert "--tp 3 does not divide the 4 attention heads" in plan(source, "--tp", "3", code=2).output

@@ -16,6 +16,7 @@ from kvfold.convert.towers.tower import find_tower, write_tower
 from kvfold.core.errors import InvalidInput
 from kvfold.core.work import WorkDir
 
+from ..support.commands import run_main
 from ..support.quantised import quantise, quantised_tower
 from ..support.tokenizers import save_tokenizer
 from ..support.towers import TOWERS, make_multimodal
@@ -34,8 +35,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(*words: str, code: int = 0) -> dict[str, Any]:
-    result = CliRunner().invoke(main, [*words, "--json"])
-    assert result.exit_code == code, result.output
+    result = run_main(*words, "--json", code=code)
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
@@ -99,8 +99,7 @@ def test_a_dry_run_says_what_the_fold_writes(kind: str, sources: dict[str, Path]
 
 def test_a_dry_run_refuses_what_the_fold_refuses(sources: dict[str, Path]) -> None:
     mla = ("--to", "mla", "--kv-budget", "50%", "--dry-run")
-    result = CliRunner().invoke(main, ["convert", str(sources["qwen2_5_vl"]), *mla])
-    assert result.exit_code == 2
+    result = run_main("convert", sources["qwen2_5_vl"], *mla, code=2)
     assert "builds its own text model, in which latent attention has no place" in result.stderr
     assert "--text-only" in result.stderr
     alone = run("convert", str(sources["qwen2_5_vl"]), *mla, "--text-only")
@@ -138,8 +137,7 @@ def test_statistics_are_taken_on_the_tower(sources: dict[str, Path], tmp_path: P
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time. " * 40)
     # Its tokenizer is none.
-    result = CliRunner().invoke(main, ["plan", str(sources["mistral3"]), "--calibration", str(text)])
-    assert result.exit_code == 2
+    result = run_main("plan", sources["mistral3"], "--calibration", text, code=2)
     assert str(sources["mistral3"]) in result.stderr
     assert "kvfold-tower-" not in result.output
 
@@ -165,10 +163,7 @@ def test_targets_in_place_are_compared(kind: str, sources: dict[str, Path], tmp_
     assert ("in which latent attention has no place" in refused.get("mla decoupled", "")) == (kind != "llava")
     assert "--text-only" in refused["mla intact"]
     row = found.rows[0]
-    result = CliRunner().invoke(
-        main, [*row["command"].split()[1:], "--calibration", "none", "--out", str(tmp_path / "out")]
-    )
-    assert result.exit_code == 0, result.output
+    run_main(*row["command"].split()[1:], "--calibration", "none", "--out", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert sum(tensor.nbytes for tensor in written.values()) == row["memory"]["weights"]
     assert sum(tensor.numel() for tensor in written.values()) == row["parameters"]
@@ -199,9 +194,7 @@ def test_the_checkpoint_is_opened_once_for_all_targets(
     assert opened == [source]
 
 
-def test_the_tower_alone_is_planned_as_the_text_model_that_it_is(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_tower_alone_is_planned_as_a_text_model(sources: dict[str, Path], tmp_path: Path) -> None:
     tower = find_tower(sources["qwen2_5_vl"])
     assert tower is not None
     write_tower(tower, tmp_path / "tower", 10**9)
@@ -217,9 +210,7 @@ def test_the_tower_alone_is_planned_as_the_text_model_that_it_is(
         kvfold.plan(sources["llava"], engines=["sglang"])
     inside = kvfold.plan(sources["llava"], engines=["vllm"])
     assert {row["label"] for row in inside} == {"GQA-2", "MQA"}
-    with pytest.raises(
-        InvalidInput, match="its class is Llama4ForConditionalGeneration; its folds were not run"
-    ):
+    with pytest.raises(InvalidInput, match=r"its class is Llama4ForConditionalGeneration; its folds .* run"):
         kvfold.plan(sources["llama4"], engines=["vllm"])
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from kvfold.checkpoints.record import hub_id, source_directory
-from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.publishing.publish import prepare
 
+from ..support.commands import run_main
 from ..support.tiny import make
 
 
@@ -26,8 +25,7 @@ def metadata(card: str) -> dict[str, Any]:
 def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("folded")
     words = ["convert", str(make(place / "source")), "--to", "mla", "--kv-budget", "50%"]
-    done = CliRunner().invoke(main, [*words, "--calibration", "none", "--out", str(place / "out")])
-    assert done.exit_code == 0, done.output
+    run_main(*words, "--calibration", "none", "--out", place / "out")
     return place / "out"
 
 
@@ -64,9 +62,7 @@ def test_places_of_this_machine_are_published_by_their_names(
     assert "kvfold.json" not in prepare(copied, "org/x").contents
 
 
-def test_a_published_name_is_no_directory_here(
-    folded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_names_are_no_places(folded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = Path(shutil.copytree(folded, tmp_path / "copied"))
     (copied / "kvfold.json").write_bytes(prepare(folded, "org/x").contents["kvfold.json"])
     monkeypatch.chdir(folded.parent)  # where a directory has the name of the source

@@ -1,7 +1,4 @@
-"""Publishing, against a server on localhost.
-
-What arrives, what is sent again, what is refused and what the card says.
-"""
+"""Publishing to a server on localhost: what arrives, what is sent again, what is refused, the card."""
 
 import json
 import os
@@ -21,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.checkpoints.identity import hashes_of, identity
 from kvfold.cli import main
 
+from ..support.commands import run_main
 from ..support.hub_server import Hub, Repository, serving
 from ..support.tiny import make
 
@@ -59,8 +57,7 @@ def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: LICENSE\n---\n# tiny\n"
     )
     words = ["--to", "mla", "--kv-budget", "50%", "--calibration", "none", "--shard-size", "20KB"]
-    done = CliRunner().invoke(main, ["convert", str(source), *words, "--out", str(place / "out")])
-    assert done.exit_code == 0, done.output
+    run_main("convert", source, *words, "--out", place / "out")
     assert len(list((place / "out").glob("*.safetensors"))) > 3
     return place / "out"
 
@@ -104,17 +101,13 @@ def environment(hub: Hub, place: Path) -> dict[str, str]:
 
 @contextmanager
 def driving(hub: Hub, place: Path, **changed: str) -> Iterator[Run]:
-    """Start a process for `kvfold publish`, which takes words and changes of the environment for each command.
-
-    They return exit code, stdout and stderr of each.
-    """
+    """Start a process for `kvfold publish`: from words and environment to exit code, stdout and stderr."""
     command = [sys.executable, "-c", DRIVER]
     pipe = subprocess.PIPE
     env = {**environment(hub, place), **changed}
     with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
         asked, answers = process.stdin, process.stdout
         assert asked is not None
-        assert answers is not None
 
         def run(*commands: tuple[list[str], dict[str, str]]) -> Results:
             runs = [(["publish", *words, "--verify", "lint"], changes) for words, changes in commands]
@@ -160,9 +153,7 @@ def test_what_arrives_is_what_lies_there(folded: Path, hub: Hub, run: Run) -> No
     assert len(hub.received) == len(set(hub.received)) == len(list(folded.glob("*.safetensors")))
 
 
-def test_a_killed_upload_goes_on_with_the_file_it_was_at(
-    folded: Path, hub: Hub, run: Run, tmp_path: Path
-) -> None:
+def test_a_killed_upload_goes_on_where_it_was(folded: Path, hub: Hub, run: Run, tmp_path: Path) -> None:
     hub.stall = 2
     command = [sys.executable, "-m", "kvfold", "publish", str(folded), "org/tiny", "--verify", "lint"]
     process = subprocess.Popen(command, env=environment(hub, tmp_path), stderr=subprocess.PIPE)
@@ -233,9 +224,7 @@ def test_refusals_of_the_hub_are_sentences(folded: Path, hub: Hub, run: Run, tmp
     assert not hub.received
 
 
-def test_no_network_is_a_sentence(
-    folded: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_is_told(folded: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with driving(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") as run:
         ((code, _, err),) = run(([str(folded), "org/tiny"], {}))
     assert (code, "cannot be reached" in err.splitlines()[-1]) == (2, True), err
@@ -306,19 +295,16 @@ def test_a_name_that_is_none(folded: Path, name: str) -> None:
     assert "is not a repository; write owner/name" in err
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "sentence"),
-    [
-        ("kvfold.json", None, "has no kvfold.json"),
-        ("model-00001-of-*", None, "lacks the shard"),
-        ("eval.json.partial", b"{}", "is half-written"),
-        ("eval.json", b"{", "is not valid JSON"),
-        ("eval.json", b'{"schema": 9}', "its schema is 9"),
-        ("README.md", b"---\na: [\n---\n", "cannot be read as a model card"),
-        ("README.md", b"---\n- a\n---\n", "cannot be read as a model card"),
-    ],
-)
-def test_what_cannot_be_published(
+@pytest.mark.parametrize(("name", "data", "sentence"), [
+    ("kvfold.json", None, "has no kvfold.json"),
+    ("model-00001-of-*", None, "lacks the shard"),
+    ("eval.json.partial", b"{}", "is half-written"),
+    ("eval.json", b"{", "is not valid JSON"),
+    ("eval.json", b'{"schema": 9}', "its schema is 9"),
+    ("README.md", b"---\na: [\n---\n", "cannot be read as a model card"),
+    ("README.md", b"---\n- a\n---\n", "cannot be read as a model card"),
+])  # fmt: skip
+def test_what_is_not_published(
     folded: Path, tmp_path: Path, name: str, data: bytes | None, sentence: str
 ) -> None:
     copy = shutil.copytree(folded, tmp_path / "copy")
@@ -342,9 +328,7 @@ def test_a_copy_that_another_tool_trained(folded: Path, tmp_path: Path) -> None:
     save_file(tensors, shard, {"format": "pt"})
     code, out, err = local(str(tuned), "org/tuned", "--dry-run")
     assert code == 0, err
-    assert (
-        f"the weights of {tuned} are not those that its kvfold.json describes ({shard.name} differs)" in err
-    )
+    assert f"weights of {tuned} are not those that its kvfold.json describes ({shard.name} differs)" in err
     assert "converted. Its weight files are not those that kvfold wrote: another tool saved them later" in out
     assert "without training" not in out
     assert "Predicted on calibration text" not in out
@@ -399,11 +383,9 @@ def test_it_is_run_next_to_its_source_where_that_is_at_hand(folded: Path, tmp_pa
     record["source"]["path"] = str(tmp_path / "gone")
     (copy / "kvfold.json").write_text(json.dumps(record))
     for directory, ran in ((folded, True), (copy, False)):
-        done = CliRunner().invoke(main, ["publish", str(directory), "org/tiny", "--dry-run", "--json"])
-        assert done.exit_code == 0, done.output
+        done = run_main("publish", directory, "org/tiny", "--dry-run", "--json")
         told = json.loads(done.stdout)
         assert ("source" in {check["name"] for check in told["verify"]["checks"]}) == ran
         assert "license_name: tiny-licence" in told["card"], "the licence outlives the source"
-    done = CliRunner().invoke(main, ["publish", str(copy), "org/tiny", "--dry-run", "--verify", "full"])
-    assert done.exit_code == 2
+    done = run_main("publish", copy, "org/tiny", "--dry-run", "--verify", "full", code=2)
     assert "does not exist any more; name it with" in done.stderr

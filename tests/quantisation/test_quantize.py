@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,6 @@ from kvfold.checkpoints import directory as checkpoint_files
 from kvfold.checkpoints.directory import Checkpoint
 from kvfold.checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint
 from kvfold.checkpoints.record import folded_parent, read_record
-from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load
 from kvfold.models.code_files import foreign_code
@@ -27,12 +26,11 @@ from kvfold.quantisation.quantize import plan_quantize
 from kvfold.quantisation.request import SCHEMES
 from kvfold.quantisation.weight_rounding import rounding
 
+from ..support.commands import run_main
 from ..support.tiny import make
 from ..support.tokenizers import save_tokenizer
 
-pytest.importorskip(
-    "compressed_tensors", reason="`kvfold quantize` rounds with the package compressed-tensors"
-)
+pytest.importorskip("compressed_tensors", reason="`kvfold quantize` rounds with compressed-tensors")
 
 # Groups of 32 divide these widths, groups of 64 do not divide 160.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 8, "vocab_size": 258}
@@ -56,8 +54,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def command(*words: str | Path) -> Result:
-    return CliRunner().invoke(main, ["quantize", *map(str, words)])
+def command(*words: str | Path, code: int | None = None) -> Result:
+    return run_main("quantize", *words, code=code)
 
 
 @torch.no_grad()
@@ -68,9 +66,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", FOLDS)
-def test_weights_are_rounded_and_everything_else_keeps_its_bytes(
-    scheme: str, name: str, place: Path, tmp_path: Path
-) -> None:
+def test_weights_alone_are_rounded(scheme: str, name: str, place: Path, tmp_path: Path) -> None:
     kvfold.quantize(place / name, scheme, out=tmp_path / "out")
     plain, rounded = Checkpoint(place / name), QuantisedCheckpoint(tmp_path / "out")
     assert set(rounded) == set(plain)
@@ -160,9 +156,7 @@ def test_experts_have_one_scheme_and_routers_none(family: str, width: int, tmp_p
     assert all(".self_attn." in name or ".experts." in name for name in chosen.rounded)
 
 
-def test_pieces_of_rows_give_the_same_bytes(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_give_the_same_bytes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("whole", "pieces"):
         kvfold.quantize(place / "stock", "w4a16", out=tmp_path / name)
         monkeypatch.setattr(checkpoint_files, "PIECE", 300)
@@ -198,11 +192,9 @@ def test_names_of_foreign_code_are_left_out(place: Path, tmp_path: Path) -> None
 def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None:
     """The record has the source as teacher and the fold as parent; evaluation, check and card follow it."""
     out = tmp_path / "out"
-    result = command(place / "decoupled", "--scheme", "w4a16", "--out", out)
-    assert result.exit_code == 0, result.output
+    result = command(place / "decoupled", "--scheme", "w4a16", "--out", out, code=0)
     assert f"Next: kvfold eval {out} --teacher {place / 'decoupled'} --text FILE" in result.output
     record = read_record(out)
-    assert record is not None
     assert (record["stage"], record["quantize"]["group_size"]) == ("quantize", 32)
     assert [parent["stage"] for parent in record["parents"]] == ["source", "convert"]
     assert folded_parent(out) is None  # nothing was distilled
@@ -214,24 +206,18 @@ def test_the_other_commands_take_the_output(place: Path, tmp_path: Path) -> None
     assert "--out decoupled\n$ kvfold quantize decoupled --scheme w4a16 --group-size 32 --out out\n" in card
 
 
-@pytest.mark.parametrize(
-    ("trained", "form"),
-    [
-        ("all", ""),
-        ("attention", " Its linear weights are in FP8, but for those that were trained afterwards."),
-    ],
-)
+@pytest.mark.parametrize(("trained", "form"), [
+    ("all", ""),
+    ("attention", " Its linear weights are in FP8, but for those that were trained afterwards."),
+])  # fmt: skip
 def test_the_card_of_a_rounded_fold_that_was_distilled_says_what_its_weights_are(
     place: Path, tmp_path: Path, trained: str, form: str
 ) -> None:
     rounded = kvfold.quantize(place / "gqa", "fp8", out=tmp_path / "rounded").directory
     settings = {
-        "data.source": "stdlib",
-        "data.seq_len": 16,
-        "stages.0.tokens": 64,
-        "stages.0.train": trained,
+        "data.source": "stdlib", "data.seq_len": 16, "stages.0.tokens": 64, "stages.0.train": trained,
         "output": str(tmp_path / "out"),
-    }
+    }  # fmt: skip
     out = kvfold.train(rounded, settings=settings).directory
     card = (out / "README.md").read_text()
     assert f"converted and distilled against it.{form}\n" in card
@@ -275,15 +261,12 @@ def test_a_failure_leaves_nothing(place: Path, tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kvfold.quantisation.quantize.write_record", fail)
-    result = command(place / "stock", "--scheme", "w8a8", "--out", tmp_path / "out")
-    assert result.exit_code == 2
+    result = command(place / "stock", "--scheme", "w8a8", "--out", tmp_path / "out", code=2)
     assert "out.partial cannot be written: No space left on device; make room there" in result.output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_source_that_changes_meanwhile_is_refused(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changing_source_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = shutil.copytree(place / "gqa", tmp_path / "source")
     copy = quantize.copy_side_files
 
@@ -292,8 +275,7 @@ def test_a_source_that_changes_meanwhile_is_refused(
         copy(*directories)
 
     monkeypatch.setattr(quantize, "copy_side_files", replacing)
-    done = command(source, "--scheme", "fp8", "--out", tmp_path / "out")
-    assert done.exit_code == 2, done.output
+    done = command(source, "--scheme", "fp8", "--out", tmp_path / "out", code=2)
     assert "model.safetensors changed while it was read; run the same command again" in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -329,9 +311,7 @@ def test_unusable_requests_are_one_sentence(place: Path, tmp_path: Path) -> None
         kvfold.quantize(tmp_path / "damaged", "w8a8", out=tmp_path / "other")
 
 
-def test_a_missing_package_names_the_extra(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_has_an_extra(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfold.quantisation.weight_rounding.find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"pip install 'kvfold\[quantize\]'"):
         kvfold.quantize(place / "gqa", "w8a8", out=tmp_path / "out")

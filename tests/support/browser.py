@@ -10,16 +10,9 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 # Root has no sandbox, a container a small /dev/shm; the others keep Chromium from looking for a network.
 FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-sync",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-]
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--disable-sync", "--disable-quic", "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
 
 
 @contextmanager

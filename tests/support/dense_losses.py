@@ -66,11 +66,7 @@ def dense(
 
 
 def chunked(
-    name: LossName,
-    student: Predictions,
-    teacher: Predictions | None,
-    labels: Tensor = LABELS,
-    **how: Any,
+    name: LossName, student: Predictions, teacher: Predictions | None, labels: Tensor = LABELS, **how: Any
 ) -> Tensor:
     """One of the losses as a stage computes it."""
     return mix(student, teacher, labels, {name: 1.0}, **how)[0]

@@ -21,6 +21,7 @@ from kvfold.distill.run import loop
 from kvfold.distill.run.job import distill
 from kvfold.distill.stages.state import Progress
 
+from .commands import ended
 from .tokenizers import save_tokenizer
 from .warm_python import warm_python
 
@@ -106,9 +107,9 @@ def interrupt(recipe: Recipe, step: int) -> None:
             distill(recipe)
 
 
-def command(*words: object) -> Result:
-    """Run `kvfold distill`."""
-    return CliRunner().invoke(main, [str(word) for word in words])
+def command(*words: object, code: int | None = None) -> Result:
+    """Run `kvfold distill`, which must end with `code` if that is given."""
+    return ended(CliRunner().invoke(main, [str(word) for word in words]), code)
 
 
 def refuses(message: str, *words: object) -> bool:

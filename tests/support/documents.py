@@ -10,6 +10,4 @@ def write_documents(file: Path) -> None:
     draw = random.Random(0)
     words = ["key", "value", "cache", "head", "fold", "rank", "layer", "query", "token", "window"]
     documents = [" ".join(draw.choices(words, k=60)) for _ in range(60)]
-    file.write_text(
-        "".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8"
-    )
+    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))

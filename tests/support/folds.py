@@ -8,6 +8,8 @@ from kvfold.cli import main
 from kvfold.convert.cli import main as command
 from kvfold.engines.rules.engine_rules import lint
 
+from .commands import ended
+
 WEIGHTS = ("--calibration", "none")
 # Where a test asks only what engines take: fitting a norm of 512 numbers takes seconds a layer.
 LINEAR = ("--latent-norm", "linear")
@@ -19,19 +21,16 @@ FOR_ALL = "vllm,sglang,llama.cpp"
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
 
 
-def convert(source: Path | str, *options: str, out: Path | None = None) -> Result:
-    """Run the command; `out` defaults to a sibling of the source."""
+def convert(source: Path | str, *options: str, out: Path | None = None, code: int | None = None) -> Result:
+    """Run the command, which must end with `code` if given; `out` defaults to a sibling of the source."""
     out = out or Path(source).with_name("out")
-    return CliRunner().invoke(command, [str(source), *options, "--out", str(out)])
+    return ended(CliRunner().invoke(command, [str(source), *options, "--out", str(out)]), code)
 
 
 def fold_latent(source: Path, *options: str) -> Path:
     """Fold to MLA by weights alone, into a directory that is named after the options."""
     out = source.with_name("-".join([source.name, *options[1::2]]).replace("%", ""))
-    command(
-        [str(source), "--to", "mla", *WEIGHTS, *options, "--out", str(out)],
-        standalone_mode=False,
-    )
+    command([str(source), "--to", "mla", *WEIGHTS, *options, "--out", str(out)], standalone_mode=False)
     return out
 
 

@@ -1,9 +1,4 @@
-"""A server on localhost that speaks the part of the Hub's protocol which publishing uses, and keeps what it
-is sent.
-
-It answers as the real one does where that matters: objects are kept when they arrive, before any commit names
-them, and are not asked for again; a commit is all or nothing; a name belongs to its owner.
-"""
+"""A server on localhost that speaks the publishing part of the Hub's protocol, and keeps what it is sent."""
 
 import base64
 import hashlib
@@ -30,26 +25,19 @@ class Repository:
 
 @dataclass
 class Hub:
-    """The content of the server, and the requests it received.
-
-    Attributes:
-        repositories: by name.
-        objects: large files by SHA-256, also those that no commit names.
-        received: SHA-256 of each large file that arrived whole, in order, as often as it was sent.
-        fault: asked for every request (method, path); a status to answer instead, or None.
-        stalled: set when an upload waits because of `stall`.
-        stall: the number of the upload that is read by half and never answered; several may run at a time.
-        uploads: numbers of the uploads that began, from 0.
-    """
+    """The content of the server, and the requests it received."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    received: list[str] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256, also of no commit
+    received: list[str] = field(
+        default_factory=list
+    )  # SHA-256 of each large file that arrived whole, in order
     requests: list[str] = field(default_factory=list)
+    # Asked for every request (method, path); a status to answer instead, or None.
     fault: Callable[[str, str], int | None] = lambda method, path: None
-    stall: int | None = None
+    stall: int | None = None  # the number of the upload that is read by half and never answered
     uploads: Iterator[int] = field(default_factory=count)
-    stalled: threading.Event = field(default_factory=threading.Event)
+    stalled: threading.Event = field(default_factory=threading.Event)  # set when an upload waits there
     endpoint: str = ""
 
 
@@ -81,11 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
+    do_POST = do_PUT = do_GET
 
     def log_message(self, *_: object) -> None:
         pass
@@ -208,22 +192,17 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._visible(name)
         siblings = [{"rfilename": file} for file in found.files]
         return {
-            "id": name,
-            "sha": found.commits[-1],
-            "private": found.private,
-            "siblings": siblings,
+            "id": name, "sha": found.commits[-1], "private": found.private, "siblings": siblings,
             "tags": [],
-        }
+        }  # fmt: skip
 
     def _mode(self, found: Repository, file: dict[str, Any]) -> Any:
         large, there = file["path"].endswith(".safetensors"), found.files.get(file["path"])
         oid = None if there is None else _sha256(there) if large else _git_oid(there)
         return {
-            "path": file["path"],
-            "uploadMode": "lfs" if large else "regular",
-            "shouldIgnore": False,
+            "path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False,
             "oid": oid,
-        }
+        }  # fmt: skip
 
     def _object(self, wanted: dict[str, Any]) -> Any:
         if wanted["oid"] in self.hub.objects:

@@ -1,9 +1,4 @@
-"""Runs in a process of its own, with TRITON_INTERPRET=1: the kernel as the interpreter computes it, against
-plain products.
-
-Prints one object: the largest relative difference of each case, and the tokens of a model with it and
-without. Legend: kvfold/models/shipped/attention_kvfold.py.
-"""
+"""Run with TRITON_INTERPRET=1: prints the kernel's differences from plain products, and a model's tokens."""
 
 import json
 from typing import Any
@@ -31,10 +26,7 @@ CASES: dict[str, tuple[tuple[int, ...], str, torch.dtype, int]] = {
 
 
 def case(sizes: tuple[int, ...], kind: str, dtype: torch.dtype, processors: int) -> float:
-    """Relative difference from plain products in float64.
-
-    Cached rows lie further apart than they are wide.
-    """
+    """Relative difference from plain products in float64, of rows apart from each other."""
     B, N, T, S, C, R = sizes
     query, turned = torch.randn(B, N, T, C), torch.randn(B, N, T, R)
     latent, rope = torch.randn(B, S, C + 4)[..., :C], torch.randn(B, S, R)

@@ -36,16 +36,12 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "v3": (3, {}),
     "v3, halves": (3, {"rope_interleave": False, "attention_bias": True}),
-    "v3, compressed queries, experts, yarn": (
-        3,
-        {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN},
-    ),
+    "v3, compressed queries, experts, yarn": (3,
+        {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN}),
     "v2": (2, {}),
-    "v2, compressed queries, experts": (
-        2,
-        {"q_lora_rank": 24, "first_k_dense_replace": 1, "attention_bias": True},
-    ),
-}
+    "v2, compressed queries, experts": (2,
+        {"q_lora_rank": 24, "first_k_dense_replace": 1, "attention_bias": True}),
+}  # fmt: skip
 IDS = torch.arange(2 * 40).reshape(2, 40) ** 2 * 7 % 97
 MASK = torch.ones_like(IDS)
 MASK[0, :5] = 0

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from kvfold.cli import main
 from kvfold.migration import steps
+
+from .commands import run_main
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
 IDENTITY = {"checked": False, "reason": "another test is about it"}
@@ -25,9 +26,9 @@ def arguments(texts: Path, out: Path, bound: str = "ppl<9x", **changed: str) -> 
     return ["migrate", str(DEMO), *words, "--set", "stages.0.batch_tokens=512"]
 
 
-def invoke(words: list[str]) -> Result:
-    """Run `kvfold` in this process."""
-    return CliRunner().invoke(main, words)
+def invoke(words: list[str], code: int | None = None) -> Result:
+    """Run `kvfold`, which must end with `code` if that is given."""
+    return run_main(*words, code=code)
 
 
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,20 +18,16 @@ def _causal(kind: torch.dtype, place: str) -> dict[str, Tensor]:
 
 # What a file has of each of two layers, and beside them; `{}` stands for the layer's number.
 IN_LAYERS: dict[str, dict[str, Tensor]] = {
-    "gpt_neox": {
-        **_causal(torch.uint8, "gpt_neox.layers.{}.attention"),
-        "gpt_neox.layers.{}.attention.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float16),
-    },
+    "gpt_neox": {**_causal(torch.uint8, "gpt_neox.layers.{}.attention"),
+                 "gpt_neox.layers.{}.attention.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float16)},
     "gptj": _causal(torch.bool, "transformer.h.{}.attn"),
     "gpt2": _causal(torch.float32, "transformer.h.{}.attn"),
     "llama": {"model.layers.{}.self_attn.rotary_emb.inv_freq": torch.full((4,), torch.nan)},
     "falcon": {"transformer.h.{}.self_attention.maybe_rotary.inv_freq": torch.ones(2)},
     "opt": {},
-    "stablelm": {
-        "model.layers.{}.self_attn.rotary_emb.cos_cached": torch.ones(64, 2),
-        "model.layers.{}.self_attn.rotary_emb.sin_cached": torch.ones(64, 2),
-    },
-}
+    "stablelm": {"model.layers.{}.self_attn.rotary_emb.cos_cached": torch.ones(64, 2),
+                 "model.layers.{}.self_attn.rotary_emb.sin_cached": torch.ones(64, 2)},
+}  # fmt: skip
 BESIDE: dict[str, dict[str, Tensor]] = {
     "llama": {"model.embed_tokens.version": torch.tensor([3]), "model.position_ids": torch.arange(64)[None]},
     "opt": {"model.decoder.version": torch.tensor([torch.inf])},

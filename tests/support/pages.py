@@ -30,29 +30,19 @@ def spread(median: float) -> dict[str, float]:
 
 def measured(perplexity: float) -> dict[str, Any]:
     return {
-        "perplexity": perplexity,
-        "nll": estimate(2.5),
-        "bits_per_byte": 1.1,
-        "byte_perplexity": 2.1,
-        "word_perplexity": None,
-        "dtype": "float32",
-        "window_nll": [2.5],
-    }
+        "perplexity": perplexity, "nll": estimate(2.5), "bits_per_byte": 1.1, "byte_perplexity": 2.1,
+        "word_perplexity": None, "dtype": "float32", "window_nll": [2.5],
+    }  # fmt: skip
 
 
 def cached(elements: int) -> dict[str, Any]:
     contexts = [{"tokens": 4096, "bytes": elements * 4096, "largest_batch": None}]
     return {
-        "elements_per_token_per_layer": elements,
-        "predicted_elements_per_token_per_layer": elements,
-        "elements_per_token": 2 * elements,
-        "bytes_per_token": 8 * elements,
-        "dtype": "float32",
-        "predicted_bytes_per_token": 4 * elements,
-        "stored_dtype": "bfloat16",
-        "weight_bytes": 10**6,
+        "elements_per_token_per_layer": elements, "predicted_elements_per_token_per_layer": elements,
+        "elements_per_token": 2 * elements, "bytes_per_token": 8 * elements, "dtype": "float32",
+        "predicted_bytes_per_token": 4 * elements, "stored_dtype": "bfloat16", "weight_bytes": 10**6,
         "contexts": contexts,
-    }
+    }  # fmt: skip
 
 
 def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | None = None) -> dict[str, Any]:
@@ -61,13 +51,9 @@ def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | No
     recovered = {"value": 0.75, "reason": None} if parent else {"value": None, "reason": "no folded parent"}
     return {
         "ppl": {
-            "student": measured(perplexity),
-            "teacher": measured(10.0),
-            "parent": parent and measured(parent),
-            "difference": estimate(0.1),
-            "ratio": ratio,
-            "recovered_share": recovered,
-            "window_tokens": [63],
+            "student": measured(perplexity), "teacher": measured(10.0),
+            "parent": parent and measured(parent), "difference": estimate(0.1), "ratio": ratio,
+            "recovered_share": recovered, "window_tokens": [63],
         },
         "fidelity": {
             "kl": estimate(kl),
@@ -85,13 +71,10 @@ def suites(perplexity: float, elements: int, kl: float = 0.1, parent: float | No
             ],
         },
         "cache": {
-            "student": cached(elements),
-            "teacher": cached(64),
-            "parent": None,
-            "ratio": elements / 64,
+            "student": cached(elements), "teacher": cached(64), "parent": None, "ratio": elements / 64,
             "memory": None,
         },
-    }
+    }  # fmt: skip
 
 
 def speed() -> dict[str, Any]:
@@ -99,17 +82,12 @@ def speed() -> dict[str, Any]:
     timing = {"prefill": phase, "decode": phase, "peak_bytes": 10**6}
     cells = [
         {
-            "batch": batch,
-            "context": context,
-            "tokens": 16,
-            "rounds": 3,
-            "student": timing,
-            "teacher": timing,
-            "decode_speedup": spread(1.25),
+            "batch": batch, "context": context, "tokens": 16, "rounds": 3, "student": timing,
+            "teacher": timing, "decode_speedup": spread(1.25),
         }
         for batch in (1, 4)
         for context in (64, 128)
-    ]
+    ]  # fmt: skip
     skipped = {"batch": 4, "context": 256, "tokens": 16, "rounds": 0, "skipped": "out of memory"}
     return {"machine": "a machine", "interleaved": True, "cells": [*cells, skipped]}
 
@@ -131,15 +109,9 @@ def retrieval(accuracy: float) -> dict[str, Any]:
     }
     kinds = {"passkey": needles, "multikey": needles}
     return {
-        "candidates": 10,
-        "chance": 0.1,
-        "seed": 0,
-        "filler_sha256": "cd" * 32,
-        "student": kinds,
-        "teacher": kinds,
-        "parent": None,
-        "difference": None,
-    }
+        "candidates": 10, "chance": 0.1, "seed": 0, "filler_sha256": "cd" * 32, "student": kinds,
+        "teacher": kinds, "parent": None, "difference": None,
+    }  # fmt: skip
 
 
 def tasks() -> dict[str, Any]:
@@ -153,12 +125,9 @@ def tasks() -> dict[str, Any]:
     scores = {"samples": 100, "shots": 0, "primary": "acc_norm", "metrics": {"acc_norm": metric}}
     average = {"student": 0.4, "teacher": 0.5, "parent": None, "difference": estimate(-0.1)}
     return {
-        "harness": "0.4.9",
-        "limit": None,
-        "fewshot": None,
-        "tasks": {"arc_easy": scores},
+        "harness": "0.4.9", "limit": None, "fewshot": None, "tasks": {"arc_easy": scores},
         "average": average,
-    }
+    }  # fmt: skip
 
 
 def record(name: str = "mla", stage: str = "convert") -> dict[str, Any]:
@@ -228,14 +197,9 @@ def report(
 ) -> dict[str, Any]:
     """An eval.json; without a source nothing in it is paired."""
     protocol = {
-        "name": f"text:{text}",
-        "text_sha256": "ab" * 32,
-        "window": 64,
-        "windows": 9,
-        "bos": "each",
-        "scored_tokens": 567,
-        "scored_bytes": 2000,
-    }
+        "name": f"text:{text}", "text_sha256": "ab" * 32, "window": 64, "windows": 9, "bos": "each",
+        "scored_tokens": 567, "scored_bytes": 2000,
+    }  # fmt: skip
     if source is None:
         found["ppl"] |= {"teacher": None, "ratio": None}
         found["cache"] |= {"teacher": None, "ratio": None}

@@ -16,10 +16,7 @@ _SERVER = WarmServer([__name__, "pytest", "transformers.models.llama.modeling_ll
 
 
 def do_as_pair(work: Callable[..., None], directory: Path, *arguments: Any) -> None:
-    """Do `work(rank, *arguments)` in two processes that meet in `directory`.
-
-    It fails here if it fails in one.
-    """
+    """Do `work(rank, *arguments)` in two processes that meet in `directory`; fail if one fails."""
     processes = [_SERVER.start(_join, rank, work, str(directory / "store"), arguments) for rank in range(2)]
     while working := [process.sentinel for process in processes if process.exitcode is None]:
         wait(working)

@@ -34,9 +34,7 @@ def statistics_of(a: Attention, x_XD: Tensor) -> LayerStatistics:
 
 
 def tokens(seed: int = 9, count: int = 200) -> Tensor:
-    """Draw inputs with a mean and unequal directions, so that covariance, second moment and identity are three
-    things.
-    """
+    """Draw inputs with a mean and unequal directions: covariance, second moment and identity differ."""
     random = torch.Generator().manual_seed(seed)
     x_XD = torch.randn(count, D, generator=random, dtype=torch.float64)
     return x_XD * torch.linspace(0.1, 2, D, dtype=torch.float64) + 0.3
@@ -64,10 +62,7 @@ def folded_output(
     x_TD: Tensor,
     seen_XD: Tensor | None = None,
 ) -> Tensor:
-    """Return the folded layer's output, the slots at the frequencies that the rule gave them.
-
-    A rule that goes in order decomposes on `seen_XD`, the layer's inputs behind others that were changed.
-    """
+    """Return the folded layer's output; `seen_XD` are a rule's inputs behind layers that were changed."""
     statistics = statistics_of(a, calibration_XD)
     bands = bands_of(name, target.qk_rope_head_dim, (a, statistics))
     slots_S = torch.tensor([band.frequency for band in bands for _ in range(band.slots)], dtype=torch.float64)

@@ -114,12 +114,10 @@ def int4_zero_points(weight_RC: Tensor) -> Encoded:
     zero_RG = (-8 - low / scale_RG).round().clamp(-8, 7)
     numbers = (weight_RC / scale_RG[:, g_idx] + zero_RG[:, g_idx]).round().clamp(-8, 7)
     parts = {
-        ".weight_packed": _words(numbers + 8, 4, 1),
-        ".weight_scale": scale_RG,
-        ".weight_shape": torch.tensor(weight_RC.shape),
-        ".weight_zero_point": _words(zero_RG + 8, 4, 0),
+        ".weight_packed": _words(numbers + 8, 4, 1), ".weight_scale": scale_RG,
+        ".weight_shape": torch.tensor(weight_RC.shape), ".weight_zero_point": _words(zero_RG + 8, 4, 0),
         ".weight_g_idx": g_idx.to(torch.int32),
-    }
+    }  # fmt: skip
     return parts, (numbers - zero_RG[:, g_idx]) * scale_RG[:, g_idx] + 0.0
 
 
@@ -170,11 +168,9 @@ def gptq(weight_RC: Tensor, bits: int = 4, stored_less: int = 1, order: bool = T
         of_column = of_column[torch.randperm(columns, generator=torch.Generator().manual_seed(2))]
     numbers_CR, zero_GR, scale_GR = _asymmetric(weight_RC, of_column, bits)
     parts = {
-        ".qweight": _words(numbers_CR, bits, 0),
-        ".qzeros": _words(zero_GR - stored_less, bits, 1),
-        ".scales": scale_GR,
-        ".g_idx": of_column.to(torch.int32),
-    }
+        ".qweight": _words(numbers_CR, bits, 0), ".qzeros": _words(zero_GR - stored_less, bits, 1),
+        ".scales": scale_GR, ".g_idx": of_column.to(torch.int32),
+    }  # fmt: skip
     return parts, ((numbers_CR - zero_GR[of_column]) * scale_GR.float()[of_column]).mT.contiguous()
 
 
@@ -235,12 +231,9 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
         "weights": {"symmetric": True, "dynamic": False, **weights},
     }
     return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
 
 
 _FP8 = {"num_bits": 8, "type": "float"}
@@ -359,10 +352,7 @@ def quantised_tower(name: str) -> Format:
 
 
 def quantise(source: Path, out: Path, form: Format, *, shards: int = 1) -> Path:
-    """Write a checkpoint quantised, and next to it `<out>-twin`, its dequantised twin in the same dtypes.
-
-    With two shards all scales are in another file than their weights.
-    """
+    """Write a checkpoint quantised and its twin `<out>-twin`; of two shards one has all scales."""
     tensors = load_file(source / "model.safetensors")
     stored: dict[str, Tensor] = {}
     twin: dict[str, Tensor] = {}

@@ -22,11 +22,9 @@ def attention(
     """Return a layer with random weights, float64."""
     generator = torch.Generator().manual_seed(1)
     shapes: dict[str, tuple[int, ...]] = {
-        "q_NHD": (heads, width, d_model),
-        "k_KHD": (kv_heads, width, d_model),
-        "v_KHD": (kv_heads, width, d_model),
-        "o_DNH": (d_model, heads, width),
-    }
+        "q_NHD": (heads, width, d_model), "k_KHD": (kv_heads, width, d_model),
+        "v_KHD": (kv_heads, width, d_model), "o_DNH": (d_model, heads, width),
+    }  # fmt: skip
     if bias:
         shapes |= {"q_NH": (heads, width), "k_KH": (kv_heads, width), "v_KH": (kv_heads, width)}
         shapes |= {"o_D": (d_model,)}
@@ -51,14 +49,10 @@ def latent_layer(
     generator = torch.Generator().manual_seed(2)
     read = d_model if q_rank is None else q_rank
     shapes: dict[str, tuple[int, ...]] = {
-        "q_nope_NPA": (N, nope, read),
-        "q_rope_NRA": (N, rope, read),
-        "down_CD": (rank, d_model),
-        "k_up_NPC": (N, nope, rank),
-        "v_up_NHC": (N, value, rank),
-        "k_rope_RD": (rope, d_model),
+        "q_nope_NPA": (N, nope, read), "q_rope_NRA": (N, rope, read), "down_CD": (rank, d_model),
+        "k_up_NPC": (N, nope, rank), "v_up_NHC": (N, value, rank), "k_rope_RD": (rope, d_model),
         "o_DNH": (d_model, N, value),
-    }
+    }  # fmt: skip
     if q_rank is not None:
         shapes["q_down_AD"] = (q_rank, d_model)
     if bias:

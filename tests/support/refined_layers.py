@@ -21,9 +21,7 @@ def normed(sequences: int, length: int, seed: int = 0, dims: int = D) -> Tensor:
 
 
 def scattered() -> tuple[Attention, list[int]]:
-    """Return four heads, of which the first and the last, and the second and the third, are turned copies of each
-    other.
-    """
+    """Return four heads, of which the outer two and the inner two are turned copies of each other."""
     one, other = turned_copies(layer(seed=1), seed=2), turned_copies(layer(seed=3), seed=4)
     a = layer()
     k_KHD = torch.stack([one.k_KHD[0], other.k_KHD[0], other.k_KHD[1], one.k_KHD[1]])

@@ -15,10 +15,7 @@ SINK = 100.0  # how much larger the first token's keys are
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's attention, float64: rows by head, and the weight of the norm before it.
-
-    Legend: D hidden size, N query heads, K key heads, H head dim.
-    """
+    """One layer, float64; D hidden size, N query heads, K key heads, H head dim."""
 
     norm_D: Tensor
     q_NHD: Tensor
@@ -106,23 +103,12 @@ def phases(layer: Layer, draw: torch.Generator) -> Layer:
 
 
 WAYS: dict[str, Way] = {
-    "channels": channels,
-    "few channels": few_channels,
-    "heads": heads,
-    "values": values,
-    "phases": phases,
-}
+    "channels": channels, "few channels": few_channels, "heads": heads, "values": values, "phases": phases,
+}  # fmt: skip
 
 
 def rewrite_source(source: Path, out: Path, way: Way, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a Llama checkpoint in another way.
-
-    Args:
-        source: of one file.
-        out: a new directory.
-        way: from a layer to one that computes the same, or what a test compares it with.
-        dtype: of the result.
-    """
+    """Write a Llama checkpoint of one file in another way, a function from a layer to one."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tensors = {name: tensor.double() for name, tensor in load_file(source / "model.safetensors").items()}
     draw, width = torch.Generator().manual_seed(3), config["head_dim"]

@@ -19,21 +19,13 @@ _COMPARED = "output is compared"
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page.
+    """A block of code of a page."""
 
-    Attributes:
-        page: its path from the root.
-        kind: `console`, `python`, `yaml`, ...
-        text: what is in it.
-        reason: why it is read and not run; None where it is run.
-        compared: whether the output that it shows must come out.
-    """
-
-    page: str
-    kind: str
+    page: str  # its path from the root
+    kind: str  # `console`, `python`, `yaml`, ...
     text: str
-    reason: str | None
-    compared: bool
+    reason: str | None  # why it is read and not run; None where it is run
+    compared: bool  # whether the output that it shows must come out
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each command after `$`, with the lines of output that are shown below it."""
@@ -70,11 +62,7 @@ def kvfold_words(command: str) -> list[str] | None:
 
 
 def check_words(words: list[str]) -> None:
-    """Parse a command of kvfold without running it.
-
-    Raises:
-        click.ClickException: there is no such command or option, or a value does not fit.
-    """
+    """Parse a command of kvfold without running it; raise click.ClickException where it is wrong."""
     commands = {tuple(name.split()[1:]): command for name, command in all_commands()}
     name = tuple(words[:2]) if tuple(words[:2]) in commands else tuple(words[:1])
     if name not in commands:

@@ -1,9 +1,4 @@
-"""A command that is stopped right before every kind of operation on its files, and given again each time.
-
-Python tells of an operation before it does it. A command is started again and again, each time stopped before
-the first operation of a kind at which it was not stopped yet: by SIGKILL, by SIGTERM, and by a full disk, in
-turn, until none is left and it ends. Its processes are forked from one that has imported everything.
-"""
+"""A command that is stopped before every kind of operation on its files: by SIGKILL, SIGTERM, a full disk."""
 
 import errno
 import hashlib
@@ -88,21 +83,9 @@ def run_and_stop(
 
 
 def run_to_the_end(
-    server: WarmServer,
-    words: Sequence[str],
-    place: Path,
-    told: Path,
-    kinds: Callable[[str], str] = kind_of,
+    server: WarmServer, words: Sequence[str], place: Path, told: Path, kinds: Callable[[str], str] = kind_of
 ) -> list[str]:
-    """Give a command as often as it takes; return the kinds of operations before which it was stopped.
-
-    Args:
-        server: forks its processes.
-        words: of `kvfold`.
-        place: the directory that it writes in.
-        told: a file for the words of its processes.
-        kinds: returns the kind of an operation.
-    """
+    """Give a command until it ends; return the kinds of operations before which it was stopped."""
     known: list[str] = []
     code = None
     while code != 0:
@@ -116,10 +99,7 @@ def run_to_the_end(
 
 
 def bits(place: Path) -> dict[str, str]:
-    """Return a hash of every file of a directory, apart from speeds and memory that files hold.
-
-    Private directories are left out, which a kill may leave.
-    """
+    """Return a hash of every file of a directory, without speeds, memory and private directories."""
     found = {}
     for path in sorted(place.rglob("*")):
         name = str(path.relative_to(place))

@@ -1,6 +1,4 @@
-"""Tiny random checkpoints of every family that kvfold folds, made in a second and small enough to reason
-about.
-"""
+"""Tiny random checkpoints of every family that kvfold folds, made in a second."""
 
 import json
 from pathlib import Path
@@ -10,36 +8,18 @@ import torch
 
 ROPE = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+             "original_max_position_embeddings": 32},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-}
+}  # fmt: skip
 _KINDS = ("sliding_attention", "full_attention")
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
 
 
 # The settings of a family's tiny checkpoint in addition to SIZES; the part that sets it apart from Llama is always in use.
@@ -59,22 +39,16 @@ _LINEAR = {
     "rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25},
 }
 _MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 4,
-    "mamba_expand": 2,
+    "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_expand": 2,
     "mamba_chunk_size": 8,
-}
+}  # fmt: skip
 _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 9,
     "global_head_dim": 16,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4},
-    },
-}
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e4}},
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "ministral": _MIXED,
@@ -87,13 +61,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 5, "rope_parameters": _THETAS},
     "phi": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
     "olmo3": {**_MIXED, "rope_parameters": _THETAS},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 2.0,
-        "attention_multiplier": 0.3,
-        "mlp_bias": False,
-    },
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+                "attention_multiplier": 0.3, "mlp_bias": False},
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25}, "use_qkv_bias": True},
     "glm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
@@ -109,21 +78,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hyperclovax": {"attention_multiplier": 0.3},
     "nemotron": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
-    "granitemoeshared": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "attention_multiplier": 0.3,
-        "shared_intermediate_size": 16,
-    },
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3,
+                         "shared_intermediate_size": 16},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "dots1": {**_EXPERTS, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "glm4_moe": {
-        **_EXPERTS,
-        **_ROUTED,
-        "use_qk_norm": True,
-        "rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5},
-    },
+    "glm4_moe": {**_EXPERTS, **_ROUTED, "use_qk_norm": True,
+                 "rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "hy_v3": {**_EXPERTS, "num_experts": 4},
@@ -135,42 +96,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": {**_EXPERTS, **_LINEAR, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {
-        **_EXPERTS,
-        "layer_types": ["conv", "full_attention"],
-        "num_experts": 4,
-        "num_dense_layers": 1,
-    },
-    "granitemoehybrid": {
-        **_MAMBA,
-        "layer_types": ["mamba", "attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 16,
-        "position_embedding_type": "rope",
-        "attention_multiplier": 0.3,
-    },
-    "minimax": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_experts": 4,
+                 "num_dense_layers": 1},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+                         "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+                         "position_embedding_type": "rope", "attention_multiplier": 0.3},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4,
+                "num_experts_per_tok": 2},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 4,
-        "num_experts": 4,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-    },
-    "olmo_hybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 4,
+              "expert_layer_period": 2, "expert_layer_offset": 1},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "gemma4_text": {**_GEMMA4, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
     "gemma4_unified_text": _GEMMA4,
     "exaone4": _MIXED,
@@ -179,35 +116,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
     },
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 48,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layers": [1, 0],
-        "attention_chunk_size": 9,
-        "floor_scale": 8,
-    },
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
+                    "no_rope_layers": [1, 0], "attention_chunk_size": 9, "floor_scale": 8},
     "exaone_moe": {**_EXPERTS, **_MIXED, "num_experts": 4, "first_k_dense_replace": 1},
     "afmoe": {**_EXPERTS, **_MIXED, "num_experts": 4, "num_dense_layers": 1},
-    "cohere2_moe": {
-        **_MIXED,
-        "logit_scale": 1.0,
-        "num_experts": 4,
-        "num_shared_experts": 1,
-        "mlp_layer_types": ["sparse", "dense"],
-        "prefix_dense_sliding_window_pattern": 2,
-        "prefix_dense_intermediate_size": 48,
-    },
-    "flint": {
-        **_EXPERTS,
-        **_MIXED,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 16,
-        "mlp_only_layers": [1],
-    },
+    "cohere2_moe": {**_MIXED, "logit_scale": 1.0, "num_experts": 4, "num_shared_experts": 1,
+                    "mlp_layer_types": ["sparse", "dense"], "prefix_dense_sliding_window_pattern": 2,
+                    "prefix_dense_intermediate_size": 48},
+    "flint": {**_EXPERTS, **_MIXED, "num_experts": 4, "shared_expert_intermediate_size": 16,
+              "mlp_only_layers": [1]},
     "kolibri1": {**_EXPERTS, **_MIXED, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
-}
+}  # fmt: skip
 # Classes that have no head_dim of their own.
 _DERIVED = {
     "qwen2", "qwen2_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "granite", "smollm3", "stablelm",
@@ -229,11 +149,7 @@ def make(
     equal_heads: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Save a random checkpoint of a family; norms and biases are random too, so that no mistake hides behind
-    ones and zeros.
-
-    With `equal_heads` every key/value head is the same, so that pooling them loses nothing.
-    """
+    """Save a random checkpoint, norms and biases included; `equal_heads`: all key/value heads alike."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -282,10 +198,7 @@ def _equalise(name: str, parameter: torch.Tensor, heads: int, head_dim: int) -> 
 
 
 def _rewrite_as_4x(path: Path) -> None:
-    """As transformers 4 wrote it.
-
-    Rope_theta and rope_scaling, torch_dtype, nulls, and nothing that equals a default.
-    """
+    """As transformers 4 wrote it: rope_theta, torch_dtype, nulls, and nothing that equals a default."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["torch_dtype"] = config.pop("dtype")

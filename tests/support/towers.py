@@ -40,11 +40,9 @@ def _pixels(*shape: int) -> Tensor:
 def _qwen(images: int) -> dict[str, Any]:
     kinds = (_ids(images) == _IMAGE).int()
     return {
-        "input_ids": _ids(images),
-        "pixel_values": _pixels(16, 3 * 2 * 4 * 4),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": kinds,
-    }
+        "input_ids": _ids(images), "pixel_values": _pixels(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": kinds,
+    }  # fmt: skip
 
 
 def _gemma() -> dict[str, Any]:
@@ -59,11 +57,9 @@ def _gemma4() -> dict[str, Any]:
     """Return an image of four by four patches, of which four make a token."""
     places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)[None]
     return {
-        "input_ids": _ids(4),
-        "pixel_values": _pixels(1, 16, 3 * 4 * 4).sigmoid(),
-        "image_position_ids": places,
-        "mm_token_type_ids": (_ids(4) == _IMAGE).int(),
-    }
+        "input_ids": _ids(4), "pixel_values": _pixels(1, 16, 3 * 4 * 4).sigmoid(),
+        "image_position_ids": places, "mm_token_type_ids": (_ids(4) == _IMAGE).int(),
+    }  # fmt: skip
 
 
 # model_type -> (configuration, input with an image)
@@ -179,14 +175,7 @@ TOWERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 
 
 def make_multimodal(directory: Path, kind: str, *, vision: dict[str, Any] | None = None, **text: Any) -> Path:
-    """Save a random multimodal checkpoint whose text tower has equal key/value heads.
-
-    Args:
-        directory: the directory to write.
-        kind: a key of `TOWERS`.
-        vision: fields of its vision_config in place of those there.
-        text: the same of its text_config.
-    """
+    """Save a multimodal checkpoint with equal key/value heads; fields of `vision` and `text` replace ours."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)

@@ -1,13 +1,8 @@
 """An interpreter whose processes begin with torch and transformers imported: `warm_python()`.
 
-Importing them takes 8 CPU seconds, several times what most tests do in the processes they start. The path is
-that of a small program. It hands its arguments, environment, folder and standard streams to a server that has
-imported them, and the server forks. Signals are passed on, the exit status comes back, and the fork is killed
-when the program is, with all that it started: read the killed program's output to its end, as `communicate`
-does, and the fork is gone. What a fork cannot do as a new process would - other options of Python, variables
-that are read while modules are imported - the program leaves to the real interpreter.
-
-Not for tests of what a process imports.
+A small program hands its arguments, environment, folder and streams to a server that has imported them and
+forks; signals and the exit status are passed on, and the fork dies with the program. What a fork cannot do as
+a new process would is left to the real interpreter. Not for tests of what a process imports.
 """
 
 import atexit
@@ -36,16 +31,9 @@ MODULES = (
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Variables with these beginnings are read while modules are imported. The cache of code is set for each fork.
 IMPORTED = (
-    "HF_",
-    "TRANSFORMERS_",
-    "TORCH",
-    "PYTORCH_",
-    "OMP_",
-    "MKL_",
-    "TRITON_",
-    "PYTHONHASHSEED",
+    "HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "TRITON_", "PYTHONHASHSEED",
     "PYTHONWARNINGS",
-)
+)  # fmt: skip
 SET_LATER = ("HF_MODULES_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # the second by torch itself
 # Read when a group of processes begins, not before: torchrun sets them for each of its workers.
 OF_WORKERS = ("TORCHELASTIC_", "TORCH_NCCL_")
@@ -71,10 +59,7 @@ ask({address!r}, {python!r})
 
 
 def warm_python() -> str:
-    """Return the program's path; a first call starts the server of this process.
-
-    Where the system has no files for processes (it is not Linux), it is the interpreter itself.
-    """
+    """Return the program's path (without Linux, the interpreter's); a first call starts the server."""
     global _server, _place
     if not hasattr(os, "pidfd_open"):
         return sys.executable

@@ -1,8 +1,4 @@
-"""Processes that begin with modules imported, from a server for each set of modules.
-
-`multiprocessing` keeps one server of its method `forkserver` in a process, with the modules of whoever starts it first. Tests that
-need different ones (`verify`'s probe must begin without kvfold, commands that are killed begin with it) each have a server here.
-"""
+"""Processes forked from a server for each set of modules; `multiprocessing` has only one per process."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -13,11 +9,7 @@ from unittest import mock
 
 
 class WarmServer:
-    """Forks one process for each call.
-
-    Example:
-        `WarmServer(["torch"]).run(function, 1)` is the exit code of a process that had torch imported and called `function(1)`.
-    """
+    """Forks one process for each call: `WarmServer(["torch"]).run(function, 1)` returns its exit code."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Keep names of modules. They are imported when the first process is asked for."""

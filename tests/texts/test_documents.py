@@ -1,9 +1,6 @@
 """Calibration text from every kind of file, and a sentence for what is none."""
 
-import bz2
-import gzip
 import json
-import lzma
 import os
 import random
 from pathlib import Path
@@ -57,9 +54,7 @@ def test_read_sequences(tmp_path: Path) -> None:
             read_sequences(tmp_path / name, tokenizer, sequences=1, length=2, seed=0)
 
 
-def test_the_standard_library_without_its_held_out_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_standard_library_without_its_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The word comes before a file of that name, as in `eval --text`."""
     parts = {True: ("h" * 99,), False: ("abc" * 33, "def" * 33)}
     monkeypatch.setattr(document_rows, "stdlib_documents", lambda held_out: parts[held_out])
@@ -77,31 +72,6 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(InvalidInput, match=r"model has no tokenizer; copy tokenizer\.json and"):
         load_tokenizer(tmp_path / "model")
-
-
-def test_every_kind_of_file_holds_the_same(tmp_path: Path) -> None:
-    """Documents of one letter each, long enough that each fills a window."""
-    from datasets import Dataset
-
-    documents = [letter * 9 for letter in "abcdefgh"]
-    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
-    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
-    for suffix, compress in pack.items():
-        (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(lines.encode()))
-    (tmp_path / "a.json").write_text(lines)
-    Dataset.from_dict({"text": documents}).to_parquet(tmp_path / "a.parquet")
-    for number in range(2):
-        part = tmp_path / "directory" / f"{number}.jsonl"
-        part.parent.mkdir(exist_ok=True)
-        part.write_text("".join(lines.splitlines(keepends=True)[number * 4 : number * 4 + 4]))
-    tokenizer, first = characters(), None
-    for name in (*(f"a.jsonl{suffix}" for suffix in pack), "a.json", "a.parquet", "directory"):
-        check_calibration(str(tmp_path / name))
-        windows = read_sequences(tmp_path / name, tokenizer, **{**TAKEN, "sequences": 8})
-        rows = sorted(map(tuple, windows.tolist()))
-        first = first or rows
-        assert rows == first == sorted((0, *[letter] * 9) for letter in range(1, 9)), name
-        assert torch.equal(windows, read_sequences(tmp_path / name, tokenizer, **{**TAKEN, "sequences": 8}))
 
 
 def test_a_plain_text_may_have_any_suffix(tmp_path: Path) -> None:

@@ -32,26 +32,23 @@ READERS: list[Callable[[Path], list[str]]] = [calibrate, train]
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("n.json", b"null", "its reader crashed on it"),
-        ("n.json", b"null\n" + GOOD.encode(), "its reader crashed on it"),
-        ("n.json", b'{"text": ' + DEEP + b"]" * 100_000 + b"}", "its reader crashed on it"),
-        ("n.json", DEEP, "cannot be read: "),
-        ("n.json", b"1", "cannot be read: "),
-        ("n.json", b"", "holds no documents"),
-        ("n.json", b'{"text": "\xff"}', "cannot be read: "),
-        ("n.json", b"[[1]]", "holds no text|has no text"),
-        ("n.jsonl", b"null", "holds nothing; give an object|its reader crashed on it"),
-        ("n.jsonl", DEEP, "line 1 nests lists and objects more than 64|cannot be read: "),
-        ("n.jsonl", b'{"text": "\xff"}', "is not UTF-8|cannot be read: "),
-        ("n.txt", b"\xff", "is not UTF-8|cannot be read: "),
-        ("n.parquet", b"PAR1" + bytes(99) + b"PAR1", "cannot be read: "),
-        ("n.jsonl.gz", b"no gzip", "cannot be read: "),
-        ("n.jsonl.zst", b"no zstd", "cannot be read: "),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "sentence"), [
+    ("n.json", b"null", "its reader crashed on it"),
+    ("n.json", b"null\n" + GOOD.encode(), "its reader crashed on it"),
+    ("n.json", b'{"text": ' + DEEP + b"]" * 100_000 + b"}", "its reader crashed on it"),
+    ("n.json", DEEP, "cannot be read: "),
+    ("n.json", b"1", "cannot be read: "),
+    ("n.json", b"", "holds no documents"),
+    ("n.json", b'{"text": "\xff"}', "cannot be read: "),
+    ("n.json", b"[[1]]", "holds no text|has no text"),
+    ("n.jsonl", b"null", "holds nothing; give an object|its reader crashed on it"),
+    ("n.jsonl", DEEP, "line 1 nests lists and objects more than 64|cannot be read: "),
+    ("n.jsonl", b'{"text": "\xff"}', "is not UTF-8|cannot be read: "),
+    ("n.txt", b"\xff", "is not UTF-8|cannot be read: "),
+    ("n.parquet", b"PAR1" + bytes(99) + b"PAR1", "cannot be read: "),
+    ("n.jsonl.gz", b"no gzip", "cannot be read: "),
+    ("n.jsonl.zst", b"no zstd", "cannot be read: "),
+])  # fmt: skip
 def test_content(
     read: Callable[[Path], list[str]], tmp_path: Path, name: str, content: bytes, sentence: str
 ) -> None:
@@ -130,9 +127,7 @@ def test_directories_give_regular_files_of_their_own_alone(tmp_path: Path) -> No
     assert [file.name for file in local_files(f"{place}/*.jsonl")] == ["a.jsonl", "b.jsonl", "link.jsonl"]
     for name in ("fifo.jsonl", "zero.jsonl", "broken.jsonl", "loop.jsonl"):
         for check in (check_source, check_calibration):
-            with pytest.raises(
-                InvalidInput, match=r"is neither a file of .txt|is not none, self, stdlib, a file"
-            ):
+            with pytest.raises(InvalidInput, match=r"is neither a .* .txt|is not none, self, stdlib, a file"):
                 check(str(place / name))
 
 

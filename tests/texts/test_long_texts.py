@@ -71,16 +71,12 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
     file.write_bytes(b"abc" * 10_000 + b"\xe4\xb8\xff")
     found = pieces(file)
     assert next(found).ids.size > 2
-    with pytest.raises(
-        InvalidInput, match=r"a\.txt cannot be read: it is not UTF-8 text \(byte 30000\); save"
-    ):
+    with pytest.raises(InvalidInput, match=r"a\.txt cannot be read: it is not UTF-8 .* \(byte 30000\); save"):
         list(found)
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_a_calibration_holds_some_blocks_at_once(
-    compress: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_holds_blocks(compress: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / ("a.txt" if compress is bytes else "a.txt.gz")
     content = "".join("abcdefgh"[n * n % 8] + "\r\n" * (n % 5 == 0) for n in range(3_000))
     file.write_bytes(compress(content.encode()))
@@ -91,9 +87,7 @@ def test_a_calibration_holds_some_blocks_at_once(
     assert all(torch.equal(windows, found[0]) for windows in found)
     flawed = content.encode() + "\u4e2d".encode()[:2]
     file.write_bytes(compress(flawed))
-    with pytest.raises(
-        InvalidInput, match=rf"is not UTF-8 text \(byte {len(flawed) - 2}\); save it as UTF-8"
-    ):
+    with pytest.raises(InvalidInput, match=rf"is not UTF-8 .* \(byte {len(flawed) - 2}\); save it as UTF-8"):
         read_sequences(file, TOKENIZER, sequences=1, length=9, seed=0)
 
 

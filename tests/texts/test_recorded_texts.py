@@ -17,77 +17,27 @@ from ..support.tokenizers import characters
 
 # By file: of calibration windows with the seeds 0 and 3, of training documents with both, of the first rows.
 RECORDED = {
-    "a.txt": (
-        "c106d9938d88d02c",
-        "aaa270a9c9d2ef87",
-        "00e92120fa4f3ac0",
-        "00e92120fa4f3ac0",
-        "576c9f3567d01160",
-    ),
-    "a.jsonl": (
-        "37918c3d85b6bf73",
-        "6ff61c57771e83e1",
-        "44bb1256f98e0d71",
-        "0fc950e2db32202e",
-        "9d6b5c39e2a8cc8d",
-    ),
-    "a.json": (
-        "cada6e06d0ff6a81",
-        "dff25261b51e6079",
-        "44bb1256f98e0d71",
-        "0fc950e2db32202e",
-        "9d6b5c39e2a8cc8d",
-    ),
-    "list.json": (
-        "cada6e06d0ff6a81",
-        "dff25261b51e6079",
-        "44bb1256f98e0d71",
-        "0fc950e2db32202e",
-        "ecd8d114dabf3474",
-    ),
-    "a.jsonl.gz": (
-        "37918c3d85b6bf73",
-        "6ff61c57771e83e1",
-        "44bb1256f98e0d71",
-        "0fc950e2db32202e",
-        "9d6b5c39e2a8cc8d",
-    ),
-    "a.txt.xz": (
-        "c106d9938d88d02c",
-        "aaa270a9c9d2ef87",
-        "00e92120fa4f3ac0",
-        "00e92120fa4f3ac0",
-        "576c9f3567d01160",
-    ),
-    "a.json.bz2": (
-        "cada6e06d0ff6a81",
-        "dff25261b51e6079",
-        "44bb1256f98e0d71",
-        "0fc950e2db32202e",
-        "9d6b5c39e2a8cc8d",
-    ),
-    "a.parquet": (
-        "cada6e06d0ff6a81",
-        "dff25261b51e6079",
-        "44bb1256f98e0d71",
-        "0fc950e2db32202e",
-        "ecd8d114dabf3474",
-    ),
-    "dir": (
-        "8820d5bb59f5b01e",
-        "23c1c06a9f616060",
-        "4b5bd8e7695b60d3",
-        "649fa801bac611a5",
-        "9d6b5c39e2a8cc8d",
-    ),
-    "txts": (
-        "d5ece485e5f5ffb7",
-        "fd112afcfd3bd69a",
-        "b11272179c017901",
-        "ac5440adb680cfd8",
-        "6482dd079ea7e5b6",
-    ),
-}
+    "a.txt": ("c106d9938d88d02c", "aaa270a9c9d2ef87", "00e92120fa4f3ac0", "00e92120fa4f3ac0",
+              "576c9f3567d01160"),
+    "a.jsonl": ("37918c3d85b6bf73", "6ff61c57771e83e1", "44bb1256f98e0d71", "0fc950e2db32202e",
+                "9d6b5c39e2a8cc8d"),
+    "a.json": ("cada6e06d0ff6a81", "dff25261b51e6079", "44bb1256f98e0d71", "0fc950e2db32202e",
+               "9d6b5c39e2a8cc8d"),
+    "list.json": ("cada6e06d0ff6a81", "dff25261b51e6079", "44bb1256f98e0d71", "0fc950e2db32202e",
+                  "ecd8d114dabf3474"),
+    "a.jsonl.gz": ("37918c3d85b6bf73", "6ff61c57771e83e1", "44bb1256f98e0d71", "0fc950e2db32202e",
+                   "9d6b5c39e2a8cc8d"),
+    "a.txt.xz": ("c106d9938d88d02c", "aaa270a9c9d2ef87", "00e92120fa4f3ac0", "00e92120fa4f3ac0",
+                 "576c9f3567d01160"),
+    "a.json.bz2": ("cada6e06d0ff6a81", "dff25261b51e6079", "44bb1256f98e0d71", "0fc950e2db32202e",
+                   "9d6b5c39e2a8cc8d"),
+    "a.parquet": ("cada6e06d0ff6a81", "dff25261b51e6079", "44bb1256f98e0d71", "0fc950e2db32202e",
+                  "ecd8d114dabf3474"),
+    "dir": ("8820d5bb59f5b01e", "23c1c06a9f616060", "4b5bd8e7695b60d3", "649fa801bac611a5",
+            "9d6b5c39e2a8cc8d"),
+    "txts": ("d5ece485e5f5ffb7", "fd112afcfd3bd69a", "b11272179c017901", "ac5440adb680cfd8",
+             "6482dd079ea7e5b6"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -16,25 +16,15 @@ def refusal(place: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        (
-            "a.jsonl",
-            GOOD + b'\n{"text": \n' + GOOD,
-            "line 3 is not JSON (Expecting value, column 9); write one JSON object per line",
-        ),
-        (
-            "a.json",
-            b'[\n{"text": "a"},',
-            "line 2 is not JSON (Expecting value, column 15); write a list of objects, or one JSON object per "
-            "line",
-        ),
-        ("a.jsonl", GOOD + b'{"text": "caf\xe9"}\n', "line 2 is not UTF-8 text (byte 13); save it as UTF-8"),
-        ("a.json", b'[{"text": "caf\xe9"}]\n', "it is not UTF-8 text (byte 14); save it as UTF-8"),
-        ("a.txt", b"caf\xe9", "it is not UTF-8 text (byte 3); save it as UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "sentence"), [
+    ("a.jsonl", GOOD + b'\n{"text": \n' + GOOD,
+     "line 3 is not JSON (Expecting value, column 9); write one JSON object per line"),
+    ("a.json", b'[\n{"text": "a"},',
+     "line 2 is not JSON (Expecting value, column 15); write a list of objects, or one JSON object per line"),
+    ("a.jsonl", GOOD + b'{"text": "caf\xe9"}\n', "line 2 is not UTF-8 text (byte 13); save it as UTF-8"),
+    ("a.json", b'[{"text": "caf\xe9"}]\n', "it is not UTF-8 text (byte 14); save it as UTF-8"),
+    ("a.txt", b"caf\xe9", "it is not UTF-8 text (byte 3); save it as UTF-8"),
+])  # fmt: skip
 def test_the_place_of_a_mistake_is_named(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)

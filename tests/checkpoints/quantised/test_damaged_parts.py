@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvfold.convert.cli import main
-
+from ...support.commands import run_main
 from ...support.quantised import FORMATS, quantise
 from ...support.tiny import make
 
@@ -155,8 +153,7 @@ def test_damage_is_one_sentence_before_any_work(
     (source / "config.json").write_text(json.dumps(content))
     out = tmp_path / "out"
     options = ["--to", "gqa", "--kv-heads", "4", "--calibration", "none", "--out", str(out)]
-    result = CliRunner().invoke(main, [str(source), *options])
-    assert result.exit_code == 2, result.output
+    result = run_main("convert", source, *options, code=2)
     assert sentence in result.output.replace("\n", " ")
     assert result.output.count("Error: ") == 1
     assert not out.exists()

@@ -1,7 +1,4 @@
-"""`forward.attend` is what transformers' own attention modules compute.
-
-Of sources, and of what they are folded to.
-"""
+"""`forward.attend` is what transformers' own attention modules compute, of sources and of folds."""
 
 import json
 from pathlib import Path
@@ -71,18 +68,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make(tmp_path_factory.mktemp("forward") / "source", request.param, **settings)
 
 
-def test_the_source_is_transformers(made: Path) -> None:
-    source = open_source(made)
-    for layer, (input_BTD, output_BTD) in enumerate(seen(made, source)):
-        table_F, factor = source.frequencies(layer)
-        for attention, scoring in (
-            (source.attention(layer, factor), source.scoring(layer)),
-            (source.attention(layer), source.scoring(layer, factor)),
-        ):
-            ours = attention.to(torch.float32), input_BTD, table_F, scoring.to(torch.float32)
-            check_equal(attend(*ours), output_BTD)
-
-
 @pytest.mark.parametrize(
     ("to", "sizes"), [("gqa", {"kv_heads": 2}), ("mla", {"kv_budget": "50%", "container": "remote"})]
 )
@@ -115,9 +100,7 @@ def test_what_is_normed_has_no_length(tmp_path: Path) -> None:
 def test_an_epsilon_that_is_no_number_is_refused(tmp_path: Path, field: str, value: Any) -> None:
     config = make(tmp_path / "source", "qwen3") / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
-    with pytest.raises(
-        InvalidInput, match=f"{field} {value!r}, where a positive number of at most 1e.30 is needed"
-    ):
+    with pytest.raises(InvalidInput, match=rf"{field} {value!r}, where a positive .* most 1e.30 is needed"):
         open_source(config.parent).scoring(0)
 
 

@@ -1,13 +1,10 @@
-"""Decompositions that take a shorter way give what the longer way does.
-
-Legend: subspaces.py and queries.py.
-"""
+"""Decompositions that take a shorter way give what the longer way does (legend: subspaces.py, queries.py)."""
 
 import pytest
 import torch
 
 from kvfold.checkpoints.shards import is_finite
-from kvfold.convert.algebra import queries, subspaces
+from kvfold.convert.algebra import subspaces
 from kvfold.convert.algebra.metric import LayerMetric
 from kvfold.convert.algebra.queries import fit_queries
 from kvfold.convert.algebra.subspaces import factor, leading, low_rank, low_rank_energy, matrix_root
@@ -44,13 +41,8 @@ def test_a_factor_times_itself_is_the_matrix(rank: int, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("rows", [10, 40])
 @pytest.mark.parametrize("moment_rank", [None, 30, 12])
-def test_any_factor_gives_the_same_subspace(
-    rows: int, moment_rank: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More rows than columns and fewer; the identity, a regular and a singular moment.
-
-    As with the positive roots.
-    """
+def test_any_factor_will_do(rows: int, moment_rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than columns and fewer; the identity, a regular and a singular moment."""
     weights_CD, metric_BSS = random(rows, 16), torch.stack([moment(rows // 2, rows) for _ in range(2)])
     input_DD = None if moment_rank is None else moment(16, moment_rank)
     down, up, energy = low_rank(weights_CD, metric_BSS, input_DD, 5)
@@ -69,37 +61,6 @@ def test_keys_lose_what_the_energies_say() -> None:
     error_ME = rows_ME - shares_MR @ keys_RE
     lost = (metric_MM @ error_ME @ input_EE.to(rows_ME.dtype) @ error_ME.mH).diagonal().sum().real
     torch.testing.assert_close(lost, energy_M[2:].sum())
-
-
-@pytest.mark.parametrize("cancelling", [False, True])
-def test_queries_are_solved_for_alike_by_either_way(
-    cancelling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Cholesky where all features count, as by their decomposition.
-
-    Two alike, which cancel, take the decomposition.
-    """
-    heads, width, hidden = 2, 4, 12
-    keys_KHE, latent_CE = random(heads, width, hidden), random(4, hidden)
-    if cancelling:
-        latent_CE[1] = latent_CE[0]
-    metric = metric_of(torch.softmax(random(heads, 16), -1), width)
-    table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    decomposed: list[int] = []
-    eigh = subspaces.eigh
-    monkeypatch.setattr(queries, "eigh", lambda matrix: (decomposed.append(len(matrix)), eigh(matrix))[1])
-
-    def fitted() -> tuple[torch.Tensor, torch.Tensor]:
-        return fit_queries(keys_KHE, table_F, random(2, hidden), table_F[:1], latent_CE, 1, metric)
-
-    GENERATOR.manual_seed(1)
-    by_choice = fitted()
-    assert len(decomposed) == (heads if cancelling else 0)
-    GENERATOR.manual_seed(1)
-    singular = (torch.empty(0), torch.tensor(1))
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda _: singular)
-    for mine, its in zip(by_choice, fitted(), strict=True):
-        torch.testing.assert_close(mine, its)
 
 
 def test_a_slot_that_hardly_turns_is_not_weighed_against_the_latent() -> None:
@@ -128,23 +89,6 @@ def test_keys_that_are_a_small_difference_of_features_stay_read() -> None:
     none_RE, none_S = latent_CE[:0], still_F[:0]
     latent_NCH = fit_queries(keys_KHE, still_F, none_RE, none_S, latent_CE, 1, metric)[1]
     torch.testing.assert_close(latent_NCH[0].mT @ latent_CE, keys_KHE[0])
-
-
-def test_heads_that_attend_alike_share_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without data all do; two heads of four distances are solved for once each."""
-    solved = []
-    solver = queries._solver
-    monkeypatch.setattr(queries, "_solver", lambda left: (solved.append(left), solver(left))[1])
-    one, other = torch.softmax(random(2, 16), -1)
-    metric = metric_of(torch.stack([one, one, other, other]))
-    table_F = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    keys_KHE, slots_RE, latent_CE = random(4, 4, 12), random(2, 12), random(4, 12)
-    slots, latent = fit_queries(keys_KHE, table_F, slots_RE, table_F[:1], latent_CE, 1, metric)
-    assert len(solved) == 2
-    alone = metric_of(other[None])
-    its_slots, its_latent = fit_queries(keys_KHE[3:], table_F, slots_RE, table_F[:1], latent_CE, 1, alone)
-    assert torch.equal(slots[3], its_slots[0])
-    assert torch.equal(latent[3], its_latent[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

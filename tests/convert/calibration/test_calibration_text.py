@@ -9,7 +9,6 @@ import torch
 from click.testing import Result
 from torch import Tensor
 
-from kvfold.convert.calibration.calibration_text import alternating
 from kvfold.convert.calibration.self_text import packed
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import study
@@ -51,14 +50,6 @@ def test_own_and_other_sequences_take_turns(text: Path, sequences: int) -> None:
     assert torch.equal(ids(mixed)[1::2], read_BT)
     assert mixed.tokens == sequences * TAKEN["length"]
     assert mixed.calibration == "self+text:words.txt"
-
-
-def test_rows_alternate() -> None:
-    own_BT, read_BT = torch.tensor([[1, 1], [2, 2], [3, 3]]), torch.tensor([[7, 7, 7], [8, 8, 8]])
-    assert alternating(own_BT, read_BT).tolist() == [[1, 1], [7, 7], [2, 2], [8, 8], [3, 3]]
-    assert alternating(own_BT[:2], read_BT).tolist() == [[1, 1], [7, 7], [2, 2], [8, 8]]
-    assert alternating(own_BT, None) is own_BT
-    assert alternating(None, read_BT) is read_BT
 
 
 def test_statistics_of_both_are_saved_and_used_again(text: Path, tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Layer by layer is the same computation.
-
-The same statistics and the same text, from the weights of a layer.
-"""
+"""Layer by layer gives the same statistics and the same text as the whole model."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from kvfold.convert.calibration.self_text import sample_from
 from kvfold.convert.calibration.statistics import Statistics
 from kvfold.convert.calibration.study import layout_of, study
 from kvfold.convert.families.rows import FAMILIES
-from kvfold.convert.families.source import open_source
+from kvfold.convert.families.source import Source, open_source
 from kvfold.core.errors import InvalidInput
 from kvfold.models.causal_lm import load_model
 from kvfold.models.layered_model import LayeredModel
@@ -52,6 +49,18 @@ def assert_equal(one: Statistics, other: Statistics) -> None:
             torch.testing.assert_close(tensor, theirs_too, rtol=0, atol=atol, msg=f"layer {number}, {name}")
 
 
+def check_layout(source: Source, found: Statistics) -> None:
+    """What hooks see is in the layout of `Source.attention`: W_Q C W_Qᵀ is E[q qᵀ], whatever is fused."""
+    attention, statistics = source.attention(source.layers - 1), found.layers[-1]
+    bias_NH = torch.zeros(attention.q_NHD.shape[:2]) if attention.q_NH is None else attention.q_NH
+    q_NHE = torch.cat([attention.q_NHD, bias_NH[..., None]], -1)
+    wanted_NHH = q_NHE @ statistics.input_EE @ q_NHE.mT
+    atol = 1e-5 * wanted_NHH.abs().max().item()
+    torch.testing.assert_close(statistics.query_NHH, wanted_NHH, rtol=0, atol=atol)
+    keys = attention.k_KHD[..., 0].numel()
+    assert statistics.key_fisher.shape == statistics.value_fisher.shape == (keys, keys)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_the_whole_model(tmp_path: Path, variant: str) -> None:
     family, overrides = VARIANTS[variant]
@@ -60,30 +69,14 @@ def test_equals_the_whole_model(tmp_path: Path, variant: str) -> None:
     (tmp_path / "work").mkdir()
     parts = LayeredModel(source.checkpoint)
     mine = layerwise.collect(parts, IDS, layout=layout_of(source), **SETTINGS, work=tmp_path / "work")
-    assert_equal(mine, passes.collect(whole, IDS, layout=layout_of(source), **SETTINGS))
+    found = passes.collect(whole, IDS, layout=layout_of(source), **SETTINGS)
+    assert_equal(mine, found)
+    if variant in FAMILIES:
+        check_layout(source, found)
     with parts.streamed(1) as model:
         assert torch.equal(sample_from(model, **TEXT), sample_from(whole, **TEXT))
     assert all(parameter.is_meta for parameter in parts.model.parameters()), "weights stay in memory"
     assert not list((tmp_path / "work").iterdir())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_quantities_are_those_of_the_fold(tmp_path: Path, family: str) -> None:
-    """The tensors that the hooks see are in the layout of `Source.attention`.
-
-    W_Q C W_Qᵀ is E[q qᵀ], whatever is fused or interleaved.
-    """
-    source = open_source(make(tmp_path, family, **WIDE.get(family, {})))
-    *_, statistics = passes.collect(load_model(tmp_path), IDS, layout=layout_of(source), **SETTINGS).layers
-    attention = source.attention(source.layers - 1)
-    bias_NH = torch.zeros(attention.q_NHD.shape[:2]) if attention.q_NH is None else attention.q_NH
-    q_NHE = torch.cat([attention.q_NHD, bias_NH[..., None]], -1)
-    wanted_NHH = q_NHE @ statistics.input_EE @ q_NHE.mT
-    torch.testing.assert_close(
-        statistics.query_NHH, wanted_NHH, rtol=0, atol=1e-5 * wanted_NHH.abs().max().item()
-    )
-    keys = attention.k_KHD[..., 0].numel()
-    assert statistics.key_fisher.shape == statistics.value_fisher.shape == (keys, keys)
 
 
 def in_memory(block: torch.nn.Module) -> bool:
@@ -151,10 +144,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_chosen_by_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Too little memory for the whole model: layer by layer, with the same result.
-
-    The user may say otherwise.
-    """
+    """Too little memory for the whole model: layer by layer, with the same result."""
     source, text = open_source(make(tmp_path / "source")), {"sequences": 4, "length": 8, "seed": 0}
     need = Need.of(source, sequences=4, length=8)
     assert need.weights == sum(4 * source.checkpoint[name].numel() for name in source.checkpoint)
@@ -173,9 +163,7 @@ def test_chosen_by_memory(
     assert_equal(fits, forced)
 
 
-def test_smaller_batches_come_before_single_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str]
-) -> None:
+def test_fewer_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: list[str]) -> None:
     """Where the whole model fits next to the activations of half a batch, half a batch is read at once."""
     source, text = open_source(make(tmp_path / "source")), {"sequences": 4, "length": 64, "seed": 0}
     usual = study(source, "self", **text, work=tmp_path)

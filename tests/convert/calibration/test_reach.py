@@ -43,17 +43,13 @@ def test_a_jump_is_found(end: int) -> None:
     assert jump(entropies(mean_T)) == end
 
 
-@pytest.mark.parametrize(
-    "mean_T",
-    [
-        torch.full((512,), 4.0),
-        torch.linspace(4, 3, 512),
-        0.7 - 0.5 * torch.exp(-torch.arange(512) / 60.0),  # a text that begins with a phrase
-        1 + 0.2 * torch.arange(1, 513).log2(),
-        3.5 + 0.3 * (torch.arange(512) >= 128),  # SmolLM2-135M, whose own text drifts away
-    ],
-    ids=["flat", "falling", "rising to a level", "rising as a logarithm", "rising by a little"],
-)
+@pytest.mark.parametrize("mean_T", [
+    torch.full((512,), 4.0),
+    torch.linspace(4, 3, 512),
+    0.7 - 0.5 * torch.exp(-torch.arange(512) / 60.0),  # a text that begins with a phrase
+    1 + 0.2 * torch.arange(1, 513).log2(),
+    3.5 + 0.3 * (torch.arange(512) >= 128),  # SmolLM2-135M, whose own text drifts away
+], ids=["flat", "falling", "rising to a level", "rising as a logarithm", "rising by a little"])  # fmt: skip
 def test_text_that_changes_slowly_is_whole(mean_T: torch.Tensor) -> None:
     assert jump(entropies(mean_T)) is None
 
@@ -84,16 +80,12 @@ def test_a_text_behind_another_shows_where_a_source_ends(end: int) -> None:
     assert breakdown(Reader(end), COUNTS_BT[:, :256], 512) == end
 
 
-@pytest.mark.parametrize(
-    ("reader", "tokens_BT"),
-    [
-        (Reader(512), COUNTS_BT),
-        (Reader(128, rise=0.2), COUNTS_BT),  # sound sources lose as much behind another text
-        (Reader(128), COUNTS_BT[:5]),
-        (Reader(64), COUNTS_BT[:, :127]),
-    ],
-    ids=["sound", "a little worse", "too few pairs", "too short to see"],
-)
+@pytest.mark.parametrize(("reader", "tokens_BT"), [
+    (Reader(512), COUNTS_BT),
+    (Reader(128, rise=0.2), COUNTS_BT),  # sound sources lose as much behind another text
+    (Reader(128), COUNTS_BT[:5]),
+    (Reader(64), COUNTS_BT[:, :127]),
+], ids=["sound", "a little worse", "too few pairs", "too short to see"])  # fmt: skip
 def test_a_text_behind_another_shows_nothing(reader: Reader, tokens_BT: torch.Tensor) -> None:
     assert breakdown(reader, tokens_BT, 1024) is None
 
@@ -121,20 +113,15 @@ def test_one_sequence_shows_nothing() -> None:
     assert jump(torch.cat([torch.ones(1, 256), torch.full((1, 256), 9.0)], 1)) is None
 
 
-@pytest.mark.parametrize(
-    ("rope", "stated", "length"),
-    [
-        ("default", None, READ),
-        ("default", 200, 200),
-        ("default", 10**30, READ),
-        ("default", "unknown", READ),
-        ("llama3", None, 64),
-        ("yarn", None, 32),
-    ],
-)
-def test_files_say_what_a_source_was_trained_on(
-    tmp_path: Path, rope: str, stated: object, length: int
-) -> None:
+@pytest.mark.parametrize(("rope", "stated", "length"), [
+    ("default", None, READ),
+    ("default", 200, 200),
+    ("default", 10**30, READ),
+    ("default", "unknown", READ),
+    ("llama3", None, 64),
+    ("yarn", None, 32),
+])  # fmt: skip
+def test_files_say_what_a_source_learned_from(tmp_path: Path, rope: str, stated: object, length: int) -> None:
     source = make(tmp_path / "source", rope=rope, max_position_embeddings=1024)
     if stated is not None:
         (source / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
@@ -167,7 +154,6 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path, broken: Path) -> None:
     folded = fold(broken, MQA(), out=tmp_path / "out", sequences=4, refine=0)
     record = read_record(folded.directory)
-    assert record is not None
     assert record["calibration"]["length"] == BROKEN
     assert record["calibration"]["tokens"] == 4 * BROKEN
     assert any(f"from position {BROKEN} on" in notice for notice in folded.notices)
@@ -177,9 +163,7 @@ def test_calibration_stops_where_the_sources_own_text_breaks_down(tmp_path: Path
     assert files[0] == files[1]
 
 
-def test_a_source_larger_than_memory_reads_pairs_too(
-    broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_large_sources_read_pairs(broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Six sequences make pairs; the notice counts how often layers are read for them."""
     reads, load = list[int](), LayeredModel.load
     source, how = open_source(broken), {"sequences": 6, "seed": 0}
@@ -188,8 +172,6 @@ def test_a_source_larger_than_memory_reads_pairs_too(
         patch.setattr(Need, "fitting_layers", lambda *_: 0)
         patch.setattr(LayeredModel, "load", lambda self, number: reads.append(number) or load(self, number))
         layered = study(source, "self", **how, layerwise=True, work=tmp_path)
-    assert whole is not None
-    assert layered is not None
     assert layered.reach == whole.reach == BROKEN
     assert caplog.text.count("it predicts text much worse") == 2
     passes = int(caplog.text.partition("layers are read ")[2].split()[0])
@@ -206,7 +188,6 @@ def test_a_length_that_is_named_or_sound_stays(
     source = make(tmp_path / "source", "gpt2", max_position_embeddings=128) if sound else broken
     folded = fold(source, MQA(), out=tmp_path / "out", sequences=4, refine=0, length=named)
     record = read_record(folded.directory)
-    assert record is not None
     assert record["calibration"]["length"] == length
     assert any((told or "breaks down") in notice for notice in folded.notices) == (told is not None)
 
@@ -217,12 +198,9 @@ def test_a_source_that_breaks_down_behind_its_text_is_folded_for_that_length(
     """Texts of 128 tokens are sound, and two of them in a row are not."""
     source = open_source(make_broken(tmp_path / "source", 128))
     found = study(source, "self", sequences=6, seed=0, length=128)
-    assert found is not None
     assert found.reach == found.layers[0].input_BTD.shape[1] == 128
     assert "much worse after 128 tokens; greater distances are left out, unless --context" in caplog.text
     at_all = at_context(source, found, None)
-    assert at_all is not None
     assert at_all.layers[0].distance_NT.shape[1] == 128
     asked = at_context(source, found, 256)
-    assert asked is not None
     assert asked.layers[0].distance_NT.shape[1] == 256

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert.calibration import moments, passes
+from kvfold.convert.calibration import passes
 from kvfold.convert.calibration.moments import BLOCKS, MOMENTS, SAMPLES, Layout
 from kvfold.convert.calibration.passes import collect
 from kvfold.convert.calibration.self_text import BLOCK, draw, sample_from
@@ -105,10 +105,7 @@ def test_fisher_by_hand(
 
 @pytest.mark.parametrize("role", ["k", "v"])
 def test_fisher_predicts_kl(model: Any, role: str) -> None:
-    """Independent noise of covariance S at every token's keys costs ½ tr(G S) nats a token.
-
-    The unit is right.
-    """
+    """Independent noise of covariance S at every token's keys costs ½ tr(G S) nats a token."""
     ids = torch.randint(97, (256, 8), generator=torch.Generator().manual_seed(1))
     layer = collect(model, ids, batch_size=64, **SETTINGS).layers[1]
     fisher = layer.key_fisher if role == "k" else layer.value_fisher
@@ -181,9 +178,7 @@ def assert_same(one: Statistics, other: Statistics) -> None:
             torch.testing.assert_close(tensor, expected, rtol=0, atol=atol, msg=name)
 
 
-def test_few_logits_at_once(
-    model: Any, ids: Tensor, stats: Statistics, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_logits(model: Any, ids: Tensor, stats: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_LOGITS", 97 * 5)
     assert_same(collect(model, ids, batch_size=4, **SETTINGS), stats)
 
@@ -214,23 +209,6 @@ def test_save_and_load(stats: Statistics, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="nothing is overwritten"):
         stats.save(tmp_path / "one")
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
-
-
-def test_a_moment_of_two_quantities(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row is enough, and what it needs is kept from the forward to the backward pass and no longer."""
-    row = {"pull_N": moments.Moment(("p", "g_p"), lambda p_BNTT, g_BNTT: (p_BNTT * g_BNTT).sum((0, 2, 3)))}
-    monkeypatch.setattr(moments, "MOMENTS", row)
-    monkeypatch.setattr(moments, "WANTED", frozenset(("p", "g_p")))
-    sums = moments.Sums()
-    expected = torch.zeros(4, dtype=torch.float64)
-    for batch in ids.split(4):
-        with moments.watched(model, {1: sums}, LAYOUT):
-            model(input_ids=batch, use_cache=False).logits.square().sum().backward()
-        result = model(input_ids=batch, use_cache=False, output_attentions=True)
-        (g,) = torch.autograd.grad(result.logits.square().sum(), result.attentions[1])
-        expected += (result.attentions[1] * g).sum((0, 2, 3)).detach()
-    torch.testing.assert_close(sums["pull_N"], expected)
-    assert not sums.held
 
 
 def test_file_that_is_none(stats: Statistics, tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""`--engine`.
-
-The least lossy container that every named engine accepts, the reason for it, and what cannot be had.
-"""
+"""`--engine`: the least lossy container that every named engine accepts, the reason, and what is refused."""
 
 import json
 import shlex
@@ -13,10 +10,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from kvfold.cli import main
-from kvfold.convert.decide.engine_choice import containers_for
 from kvfold.convert.formats.serving_widths import SERVING
 
-from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, attempt, failing
+from ...support.commands import run_main
+from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, attempt, convert, failing
 from ...support.tiny import make, same_bytes
 
 
@@ -26,26 +23,20 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("wide") / "source", rms_norm_eps=1e-5, **WIDE)
 
 
-@pytest.mark.parametrize(
-    ("options", "architecture", "sentence"),
-    [
-        (LINEAR, "DeepseekV3ForCausalLM", ""),
-        (("--engine", "transformers", *LINEAR), "DeepseekV3ForCausalLM", ""),
-        (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
-        (("--engine", "vllm,sglang"), "DeepseekV3ForCausalLM", "was not taken: sglang refuses to load"),
-        (
-            ("--engine", "vllm", "--container", "stock", *LINEAR),
-            "DeepseekV3ForCausalLM",
-            "the stock class for serving",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "architecture", "sentence"), [
+    (LINEAR, "DeepseekV3ForCausalLM", ""),
+    (("--engine", "transformers", *LINEAR), "DeepseekV3ForCausalLM", ""),
+    (("--engine", "vllm"), "KvfoldForCausalLM", "for vllm the output is code of its own"),
+    (("--engine", "vllm", "--container", "stock", *LINEAR), "DeepseekV3ForCausalLM",
+     "the stock class for serving"),
+])  # fmt: skip
 def test_the_least_lossy_container_that_all_accept(
     wide: Path, tmp_path: Path, options: tuple[str, ...], architecture: str, sentence: str
 ) -> None:
     """And it says why; without the option, or for transformers alone, nothing changes."""
-    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", "512", *WEIGHTS, *options)
-    assert code == 0, text
+    text = convert(
+        wide, "--to", "mla", "--rank", "512", *WEIGHTS, *options, out=tmp_path / "out", code=0
+    ).output
     record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
     assert record["container"] == architecture
     assert sentence in text
@@ -57,7 +48,10 @@ def test_the_least_lossy_container_that_all_accept(
 
 
 def test_a_plan_says_it_and_the_recorded_command_repeats_it(wide: Path, tmp_path: Path) -> None:
-    asked = (str(wide), "--to", "mla", "--engine", "sglang, vllm", *QUICK)
+    fitted = (str(wide), "--to", "mla", "--engine", "sglang, vllm", *WEIGHTS)
+    asked = (*fitted, *LINEAR)
+    told = json.loads(CliRunner().invoke(main, ["convert", *fitted, "--dry-run", "--json"]).stdout)["notices"]
+    assert any("was not taken: sglang refuses to load" in text for text in told)
     plan = json.loads(CliRunner().invoke(main, ["convert", *asked, "--dry-run", "--json"]).stdout)
     assert plan["engines"] == ["sglang", "vllm"]
     assert plan["cache"]["after"]["elements_per_token_per_layer"] == SERVING.cached
@@ -65,16 +59,16 @@ def test_a_plan_says_it_and_the_recorded_command_repeats_it(wide: Path, tmp_path
     assert "sglang, vllm" in CliRunner().invoke(main, ["convert", *asked, "--dry-run"]).output
     attempt(wide, tmp_path / "one", *asked[1:])
     command = json.loads((tmp_path / "one" / "kvfold.json").read_text())["command"]
-    again = CliRunner().invoke(main, [*shlex.split(command)[1:], "--out", str(tmp_path / "two")])
-    assert again.exit_code == 0, again.output
+    run_main(*shlex.split(command)[1:], "--out", tmp_path / "two")
     assert same_bytes(tmp_path / "one", tmp_path / "two") == []
 
 
 @pytest.mark.parametrize(("rank", "cached"), [("300", 576), ("100", 320)])
 def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path, rank: str, cached: int) -> None:
     """The cache is then as large as the narrowest profile's that holds it, which is said and recorded."""
-    code, text = attempt(wide, tmp_path / "out", "--to", "mla", "--rank", rank, "--engine", "sglang", *QUICK)
-    assert code == 0, text
+    text = convert(
+        wide, "--to", "mla", "--rank", rank, "--engine", "sglang", *QUICK, out=tmp_path / "out", code=0
+    ).output
     assert f"{rank}+64 wide and padded with zeros" in text
     assert f"cache 1024 -> {cached}" in text
     down = load_file(tmp_path / "out" / "model.safetensors")[
@@ -87,17 +81,15 @@ def test_narrower_latents_are_filled_up(wide: Path, tmp_path: Path, rank: str, c
 def test_heads_for_engines(tmp_path: Path) -> None:
     """GQA in the source's own class runs wherever that does; what an engine would not load is refused."""
     source = make(tmp_path / "source")
-    code, text = attempt(
-        source, tmp_path / "out", "--to", "gqa", "--kv-heads", "2", "--engine", FOR_ALL, *WEIGHTS
+    convert(
+        source, "--to", "gqa", "--kv-heads", "2", "--engine", FOR_ALL, *WEIGHTS, out=tmp_path / "out", code=0
     )
-    assert code == 0, text
     assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["engines"] == FOR_ALL.split(",")
     # An MLP that is not four times as wide.
     source = make(tmp_path / "neox", "gpt_neox", hidden_size=64, num_attention_heads=4)
-    code, text = attempt(
-        source, tmp_path / "no", "--to", "gqa", "--kv-heads", "2", "--engine", "vllm", *WEIGHTS
-    )
-    assert code == 2
+    text = convert(
+        source, "--to", "gqa", "--kv-heads", "2", "--engine", "vllm", *WEIGHTS, out=tmp_path / "no", code=2
+    ).output
     assert "Falcon's MLP" in text
 
 
@@ -147,14 +139,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_had_is_refused(case: str, tmp_path: Path) -> None:
     family, settings, options, sentence = REFUSED[case]
-    code, text = attempt(make(tmp_path / "source", family, **settings), tmp_path / "out", *options)
-    assert code == 2, text
+    text = convert(
+        make(tmp_path / "source", family, **settings), *options, out=tmp_path / "out", code=2
+    ).output
     assert text.splitlines()[-1].startswith("Error: ")
     assert sentence in text
     assert not (tmp_path / "out").exists()
-
-
-def test_containers_to_try() -> None:
-    assert containers_for((), "mla", None) == containers_for(("transformers",), "mla", None) == ("auto",)
-    assert containers_for(("vllm",), "mla", "auto") == ("remote", "serving")
-    assert containers_for(("vllm",), "gqa", None) == ("auto",)

@@ -63,17 +63,14 @@ def test_a_closed_form_is_counted_as_by_hand(source: Path) -> None:
 
 
 @pytest.mark.parametrize("ways", [{}, {"to": "gqa"}, {"cache_dtype": "int4"}])
-@pytest.mark.parametrize(
-    ("less", "more"),
-    [
-        ({"effort": "quick"}, {"effort": "default"}),
-        ({"refine": 0}, {"refine": 1}),
-        ({"refine": 50}, {"refine": 100}),
-        ({"sequences": 8}, {"sequences": 16}),
-        ({"length": 16}, {"length": 32}),
-        ({"cache_dtype": "bfloat16"}, {"cache_dtype": "nvfp4"}),
-    ],
-)
+@pytest.mark.parametrize(("less", "more"), [
+    ({"effort": "quick"}, {"effort": "default"}),
+    ({"refine": 0}, {"refine": 1}),
+    ({"refine": 50}, {"refine": 100}),
+    ({"sequences": 8}, {"sequences": 16}),
+    ({"length": 16}, {"length": 32}),
+    ({"cache_dtype": "bfloat16"}, {"cache_dtype": "nvfp4"}),
+])  # fmt: skip
 def test_more_work_takes_longer(
     source: Path, ways: dict[str, object], less: dict[str, object], more: dict[str, object]
 ) -> None:

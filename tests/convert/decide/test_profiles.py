@@ -1,6 +1,4 @@
-"""The serving profiles 512+64 and 256+64: which is taken, what a rank holds, and that nothing is lost where
-nothing has to be.
-"""
+"""The serving profiles 512+64 and 256+64: which is taken, what a rank holds, and where nothing is lost."""
 
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ from kvfold.convert.decide.profile_choice import NARROW_COST, choose_profile
 from kvfold.convert.formats.serving_widths import NARROW, PROFILES, SERVING, Profile
 from kvfold.core.errors import InvalidInput
 
-from ...support.folds import WEIGHTS, attempt, failing
+from ...support.folds import QUICK, WEIGHTS, convert, failing
 from ...support.tiny import make
 
 # A cache of 512: 512+64 saves nothing, 256+64 does. Equal heads have one head's keys and values.
@@ -30,8 +28,9 @@ def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_pat
     """Without a size: 256+64, the only one that saves, with the source's logits in the stock class."""
     source = make(tmp_path / "source", **GOOD)
     exact = ("--latent-norm", "linear")
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *exact, *WEIGHTS)
-    assert code == 0, text
+    text = convert(
+        source, "--to", "mla", "--engine", engine, *exact, *WEIGHTS, out=tmp_path / "out", code=0
+    ).output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (256, 64)
     assert "cache 512 -> 320" in text
@@ -54,9 +53,8 @@ def test_a_source_between_the_profiles_loses_nothing_at_256(engine: str, tmp_pat
 def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool, tmp_path: Path) -> None:
     """The budget's widths, on the default table. MLX wants a head of its own."""
     source = make(tmp_path / "source", **GOOD)
-    words = ("--to", "mla", "--kv-budget", "50%", "--engine", engine, *WEIGHTS)
-    code, text = attempt(source, tmp_path / "out", *words)
-    assert code == 0, text
+    words = ("--to", "mla", "--kv-budget", "50%", "--engine", engine, *QUICK)
+    text = convert(source, *words, out=tmp_path / "out", code=0).output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 256
     assert config["rope_parameters"]["rope_type"] == "default"
@@ -66,45 +64,34 @@ def test_widths_of_ones_own_where_an_engine_takes_any(engine: str, is_tied: bool
     assert any("not 512+64" in line for line in failing(tmp_path / "out", "vllm"))
 
 
-@pytest.mark.parametrize(
-    ("engine", "options", "cached"),
-    [
-        ("llama.cpp", ("--rank", "128"), 256 + 64),
-        ("llama.cpp", ("--rank", "128", "--rope-dim", "32"), 128 + 32),
-        ("llama.cpp", ("--rank", "300"), 300 + 64),
-        ("mlx", ("--rank", "128"), 128 + 64),
-        ("llama.cpp,vllm", ("--kv-budget", "50%"), "the least would be 62.5%"),
-        ("llama.cpp,vllm", ("--rank", "128", "--rope-dim", "32"), "--rope-dim 32 does not fit"),
-        ("mlx", ("--rope-dim", "32"), "gets one where no size is given; add --rank N or --kv-budget SHARE"),
-        ("llama.cpp,vllm", ("--rope-dim", "32"), "Error: --rope-dim 32 does not fit the serving profiles"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "options", "cached"), [
+    ("llama.cpp", ("--rank", "128"), 256 + 64),
+    ("llama.cpp", ("--rank", "128", "--rope-dim", "32"), 128 + 32),
+    ("llama.cpp", ("--rank", "300"), 300 + 64),
+    ("mlx", ("--rank", "128"), 128 + 64),
+    ("llama.cpp,vllm", ("--kv-budget", "50%"), "the least would be 62.5%"),
+    ("llama.cpp,vllm", ("--rank", "128", "--rope-dim", "32"), "--rope-dim 32 does not fit"),
+    ("mlx", ("--rope-dim", "32"), "gets one where no size is given; add --rank N or --kv-budget SHARE"),
+    ("llama.cpp,vllm", ("--rope-dim", "32"), "Error: --rope-dim 32 does not fit the serving profiles"),
+])  # fmt: skip
 def test_widths_by_engine(engine: str, options: tuple[str, ...], cached: int | str, tmp_path: Path) -> None:
     """A profile where one fits, since all hardware of llama.cpp has a kernel for it; else the user's widths."""
     source = make(tmp_path / "source", **GOOD)
     words = ("--to", "mla", "--engine", engine, *options, "--dry-run", *WEIGHTS)
-    code, text = attempt(source, tmp_path / "out", *words)
-    assert code == (2 if isinstance(cached, str) else 0), text
+    text = convert(source, *words, out=tmp_path / "out", code=2 if isinstance(cached, str) else 0).output
     assert (cached if isinstance(cached, str) else f" {cached} elements per token and layer") in text
 
 
-@pytest.mark.parametrize(
-    ("engine", "advice"),
-    [
-        ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%: mlx can run any width"),
-        ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%: llama.cpp can run any width"),
-        (
-            "vllm,sglang",
-            "use --to gqa, or --engine transformers, vllm+kvfold, llama.cpp or mlx with --kv-budget",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("engine", "advice"), [
+    ("mlx", "use --to gqa, or --kv-budget SHARE, such as 50%: mlx can run any width"),
+    ("llama.cpp", "use --to gqa, or --kv-budget SHARE, such as 50%: llama.cpp can run any width"),
+    ("vllm,sglang", "use --to gqa, or --engine transformers, vllm+kvfold, llama.cpp or mlx with --kv-budget"),
+])  # fmt: skip
 def test_a_source_whose_cache_is_small_gets_one_reason_and_advice_for_its_engine(
     engine: str, advice: str, tmp_path: Path
 ) -> None:
     source = make(tmp_path / "source")
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--engine", engine, *WEIGHTS)
-    assert code == 2
+    text = convert(source, "--to", "mla", "--engine", engine, *WEIGHTS, out=tmp_path / "out", code=2).output
     assert text.count("MLA saves nothing in the serving profiles") == 1
     assert "the source's cache has only 128" in text
     assert advice in text
@@ -116,18 +103,13 @@ def predicted(loss: float | None) -> Any:
     return SimpleNamespace(plan=SimpleNamespace(predicted=loss))
 
 
-@pytest.mark.parametrize(
-    ("wide", "narrow", "taken"),
-    [
-        (0.1, 0.1 + 0.9 * NARROW_COST, NARROW),
-        (0.1, 0.1 + 1.1 * NARROW_COST, SERVING),
-        (None, None, SERVING),
-        (0.1, None, SERVING),
-    ],
-)
-def test_the_narrow_profile_is_taken_where_it_costs_little(
-    wide: float | None, narrow: float | None, taken: Profile
-) -> None:
+@pytest.mark.parametrize(("wide", "narrow", "taken"), [
+    (0.1, 0.1 + 0.9 * NARROW_COST, NARROW),
+    (0.1, 0.1 + 1.1 * NARROW_COST, SERVING),
+    (None, None, SERVING),
+    (0.1, None, SERVING),
+])  # fmt: skip
+def test_a_narrow_profile_that_costs_little(wide: float | None, narrow: float | None, taken: Profile) -> None:
     losses = {SERVING: predicted(wide), NARROW: predicted(narrow)}
     plan, reason = choose_profile(PROFILES, losses.__getitem__)
     assert plan is losses[taken]
@@ -152,16 +134,13 @@ def test_a_profile_that_does_not_hold_the_source_is_passed_over() -> None:
 LLAMA_70B = Geometry(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "context", "source", "latent", "grouped"),
-    [
-        (1, 1, 2048, 576, 1024),
-        (4, 1, 512, 576, 256),
-        (8, 1, 256, 576, 256),
-        (8, 8, 256, 72, 128),
-        (16, 2, 128, 288, 128),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "context", "source", "latent", "grouped"), [
+    (1, 1, 2048, 576, 1024),
+    (4, 1, 512, 576, 256),
+    (8, 1, 256, 576, 256),
+    (8, 8, 256, 72, 128),
+    (16, 2, 128, 288, 128),
+])  # fmt: skip
 def test_what_a_rank_holds(tensor: int, context: int, source: int, latent: int, grouped: int) -> None:
     """Llama-3-70B: at TP 8 GQA-8 holds 256 elements, MLA 576, and 72 with DCP 8."""
     ranks = Ranks(tensor=tensor, context=context)

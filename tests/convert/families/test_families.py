@@ -24,25 +24,27 @@ from kvfold.convert.towers.text_class import holds_other_classes
 from kvfold.convert.towers.tower import find_tower
 from kvfold.core.errors import InvalidInput
 
-from ...support.folds import attempt
+from ...support.folds import convert
 from ...support.tiny import make
 from ...support.towers import TOWERS, make_multimodal
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TOKENS = 24
+SHORT = ("--sequences", "8", "--length", "48", "--refine", "0")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
-    """Names, fused layouts, rotary pairs, norms, scale, caps, windows and sinks.
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("made") / request.param, request.param, **SHAPE)
 
-    The row's tensors and properties give the class's output, by the forward pass that folds are measured with.
-    """
+
+def test_attention_is_the_module_s(made: Path) -> None:
+    """A row's tensors and properties give the class's output, by the pass that folds are measured with."""
     # Behind so many tokens Llama 4 attends in chunks, and scales queries of layers without rotation.
-    tokens = 7 if family == "llama4_text" else TOKENS
-    source = open_source(make(tmp_path / "source", family, **SHAPE))
+    tokens = 7 if made.name == "llama4_text" else TOKENS
+    source = open_source(made)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "source", attn_implementation="eager", dtype=torch.float32
+        made, attn_implementation="eager", dtype=torch.float32
     ).eval()
     seen: dict[str, Tensor] = {}
     for layer in source.attending:
@@ -65,10 +67,9 @@ def test_attention_is_the_module_s(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * max(size, 1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packing_is_undone(tmp_path: Path, family: str) -> None:
+def test_packing_is_undone(made: Path) -> None:
     """Tensors become attention and the same tensors again, bit for bit."""
-    source = open_source(make(tmp_path / "source", family, **SHAPE))
+    source = open_source(made)
     attention, own = source.attention(1), source.shape(1)
     packed = pack(attention, own.family, own.rotary_width)
     norms = {} if "k_norm" in packed or source.family.k_norm is None else {
@@ -87,18 +88,13 @@ def test_packing_is_undone(tmp_path: Path, family: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("first_k_dense_replace", "1", "first_k_dense_replace '1', where a whole number"),
-        ("mlp_layer_types", ["dense"], r"\(2\) must be equal to the number of `mlp_layer_types` \(1\)"),
-        ("mlp_layer_types", 3, "'mlp_layer_types' with value 3"),
-        ("sliding_window_pattern", "4", "'sliding_window_pattern' expected int, got str"),
-    ],
-)
-def test_fields_that_say_which_layers_rotate_are_checked(
-    tmp_path: Path, field: str, value: Any, words: str
-) -> None:
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("first_k_dense_replace", "1", "first_k_dense_replace '1', where a whole number"),
+    ("mlp_layer_types", ["dense"], r"\(2\) must be equal to the number of `mlp_layer_types` \(1\)"),
+    ("mlp_layer_types", 3, "'mlp_layer_types' with value 3"),
+    ("sliding_window_pattern", "4", "'sliding_window_pattern' expected int, got str"),
+])  # fmt: skip
+def test_fields_of_rotating_layers_are_checked(tmp_path: Path, field: str, value: Any, words: str) -> None:
     source = make(tmp_path / "source", "cohere2_moe")
     config = json.loads((source / "config.json").read_text())
     kept = {key: config[key] for key in config.keys() - {"layer_types"}}
@@ -142,7 +138,6 @@ def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(
     printed = json.loads(every.stdout)["multimodal"]
     for kind in TOWERS:
         tower = find_tower(make_multimodal(tmp_path / kind, kind))
-        assert tower is not None
         row = printed[kind]
         assert as_causal(row["text"]) in {tower.model_type, "any"}
         assert row["in_place"][:2] == ["gqa", "mqa"]
@@ -159,18 +154,12 @@ def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(
 
 # name -> (family, what config.json says, a part of the sentence)
 VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "key norm with mean": (
-        "cohere",
-        {"use_qk_norm": True},
-        "use_qk_norm True; kvfold folds Cohere where it is False",
-    ),
-    "old decoder": (
-        "falcon",
-        {"new_decoder_architecture": False},
-        "kvfold folds Falcon, new decoder where it is True",
-    ),
+    "key norm with mean": ("cohere", {"use_qk_norm": True},
+                           "use_qk_norm True; kvfold folds Cohere where it is False"),
+    "old decoder": ("falcon", {"new_decoder_architecture": False},
+                    "kvfold folds Falcon, new decoder where it is True"),
     "alibi": ("falcon", {"alibi": True, "new_decoder_architecture": True}, "alibi True; kvfold"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", VARIANTS)
@@ -199,16 +188,16 @@ def test_statistics_of_a_bounded_source_predict_its_loss(tmp_path: Path) -> None
     """transformers bounds projections in place, and statistics are of what they were before."""
     shape = {**SHAPE, "num_key_value_heads": 4}
     source = make(tmp_path / "source", "olmo", equal_heads=True, **shape, clip_qkv=0.3)
-    code, text = attempt(source, tmp_path / "out", "--to", "mqa", "--verify", "none")
-    assert code == 0, text
+    convert(source, "--to", "mqa", "--verify", "none", *SHORT, out=tmp_path / "out", code=0)
     assert json.loads((tmp_path / "out/kvfold.json").read_text())["predicted_loss"] < 1e-6
 
 
 @pytest.mark.parametrize("container", ["stock", "remote"])
 def test_bounded_queries_have_no_latent_form(container: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", "olmo", **SHAPE, clip_qkv=8.0)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--container", container)
-    assert code == 2
+    text = convert(
+        source, "--to", "mla", "--rank", "full", "--container", container, out=tmp_path / "out", code=2
+    ).output
     assert "clip_qkv 8.0 bounds its queries, keys and values" in text
     assert "--to gqa" in text
 

@@ -26,7 +26,7 @@ from kvfold.models.causal_lm import load, load_model
 from kvfold.models.load_options import LoadOptions
 
 from ...support.documents import write_documents
-from ...support.folds import attempt
+from ...support.folds import WEIGHTS, convert
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
 
@@ -55,8 +55,7 @@ def folds(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         "decoupled": ("--to", "mla", "--kv-budget", "50%", "--rope", "decoupled"),
         "intact": ("--to", "mla", "--kv-budget", "50%", "--rope", "intact"),
     }.items():
-        code, text = attempt(source, root / name, *options, "--calibration", str(tokens), "--refine", "3")
-        assert code == 0, text
+        convert(source, *options, "--calibration", str(tokens), "--refine", "3", out=root / name, code=0)
         made[name] = root / name
     return made
 
@@ -66,8 +65,6 @@ def test_one_layer_at_a_time_sees_what_the_whole_model_sees(source: Path, tmp_pa
     opened = open_source(source)
     how: dict[str, Any] = {"sequences": 2, "length": 16, "seed": 0, "work": tmp_path}
     whole, layered = (study(opened, "self", layerwise=one, **how) for one in (False, True))
-    assert whole is not None
-    assert layered is not None
     assert len(whole.layers) == len(layered.layers) == 2
     for ours, theirs in zip(layered.layers, whole.layers, strict=True):
         for name, tensor in vars(theirs).items():
@@ -77,9 +74,7 @@ def test_one_layer_at_a_time_sees_what_the_whole_model_sees(source: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["gqa", "decoupled", "intact"])
-def test_layers_that_attend_are_measured_and_the_others_keep_their_bytes(
-    name: str, source: Path, folds: dict[str, Path]
-) -> None:
+def test_layers_that_attend_are_measured_others_kept(name: str, source: Path, folds: dict[str, Path]) -> None:
     """A measured loss shows that kvfold computes the layer, gate included, as transformers does."""
     record = json.loads((folds[name] / "kvfold.json").read_text())
     assert [layer["measured"] is not None for layer in record["layers"]] == [True, True]
@@ -134,32 +129,22 @@ def test_the_values_of_a_group_are_multiples_dimension_by_dimension() -> None:
 
 # name -> (what config.json says, a part of the sentence)
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown kind": (
-        {"layer_types": ["linear_attention", "fast_attention", *KINDS[2:]]},
-        r"`layer_types` entries must be in \(.*'fast_attention'",
-    ),
-    "a kind of another family": (
-        {"layer_types": ["moe", *KINDS[1:]]},
-        "layers.0.linear_attn.A_log, which a Qwen3NextForCausalLM",
-    ),
+    "an unknown kind": ({"layer_types": ["linear_attention", "fast_attention", *KINDS[2:]]},
+                        r"`layer_types` entries must be in \(.*'fast_attention'"),
+    "a kind of another family": ({"layer_types": ["moe", *KINDS[1:]]},
+                                 "layers.0.linear_attn.A_log, which a Qwen3NextForCausalLM"),
     "too few": ({"layer_types": KINDS[:3]}, r"\(4\) must be equal to the number of `layer_types`"),
     "a number": ({"layer_types": 4}, "Field 'layer_types' with value 4"),
     "numbers": ({"layer_types": [1, 2, 3, 4]}, "Field 'layer_types' with value "),
     "none attends": ({"layer_types": ["linear_attention"] * 4}, "no layer of the kind full_attention"),
-    "attention where there is none": (
-        {"layer_types": ["full_attention"] * 4},
-        "has no model.layers.0.self_attn.",
-    ),
-    "no attention where there is": (
-        {"layer_types": [*KINDS[:3], "linear_attention"]},
-        "no model.layers.3.linear_attn|model.layers.3.self_attn.*ignores",
-    ),
-    "an interval of nothing": (
-        {"layer_types": None, "full_attention_interval": 0},
-        "full_attention_interval 0",
-    ),
+    "attention where there is none": ({"layer_types": ["full_attention"] * 4},
+                                      "has no model.layers.0.self_attn."),
+    "no attention where there is": ({"layer_types": [*KINDS[:3], "linear_attention"]},
+                                    "no model.layers.3.linear_attn|model.layers.3.self_attn.*ignores"),
+    "an interval of nothing": ({"layer_types": None, "full_attention_interval": 0},
+                               "full_attention_interval 0"),
     "biases before a gate": ({"attention_bias": True}, "attention_bias True"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FIELDS)
@@ -197,12 +182,11 @@ def test_layers_follow_from_each_family_s_own_fields() -> None:
 def test_mla_of_normed_keys_that_do_not_rotate_is_refused(tmp_path: Path) -> None:
     rope = {"rope_theta": None, "rope_type": "default"}
     source = make(tmp_path / "source", "olmo_hybrid", **SHAPE, rope_parameters=rope)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--calibration", "none")
-    assert code == 2
+    text = convert(
+        source, "--to", "mla", "--rank", "full", "--calibration", "none", out=tmp_path / "out", code=2
+    ).output
     assert "its keys are normalised, and no output format has such keys without rotation" in text
-    assert (
-        attempt(source, tmp_path / "gqa", "--to", "gqa", "--kv-heads", "2", "--calibration", "none")[0] == 0
-    )
+    convert(source, "--to", "gqa", "--kv-heads", "2", *WEIGHTS, out=tmp_path / "gqa", code=0)
 
 
 def test_verify_compares_the_number_of_layers_that_grow(folds: dict[str, Path]) -> None:
@@ -233,9 +217,7 @@ def test_steps_with_positions_are_a_whole_pass(kind: str, tmp_path: Path) -> Non
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=0)
 
 
-def test_a_fold_is_distilled_on_a_stream_of_text(
-    source: Path, folds: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_fold_is_distilled_on_a_stream(source: Path, folds: dict[str, Path], tmp_path: Path) -> None:
     """Packed documents are refused: the other layers carry the end of one into the next."""
     write_documents(tmp_path / "text.jsonl")
     content: dict[str, Any] = {

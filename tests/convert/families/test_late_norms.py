@@ -12,7 +12,7 @@ from kvfold.convert.algebra.forward import Scoring, attend
 from kvfold.convert.families.source import open_source
 from kvfold.core.errors import InvalidInput
 
-from ...support.folds import attempt
+from ...support.folds import convert
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
 
@@ -36,10 +36,9 @@ def test_a_fold_is_measured_and_refined(kind: str, tmp_path: Path) -> None:
     """A measured loss shows that kvfold computes the layer, its norms included, as transformers does."""
     source = source_of(tmp_path, kind)
     calibration = ("--calibration", "self", "--sequences", "4", "--length", "24")
-    code, text = attempt(
-        source, tmp_path / "out", "--to", "gqa", "--kv-heads", "2", *calibration, "--refine", "5"
+    convert(
+        source, "--to", "gqa", "--kv-heads", "2", *calibration, "--refine", "5", out=tmp_path / "out", code=0
     )
-    assert code == 0, text
     layers = json.loads((tmp_path / "out" / "kvfold.json").read_text())["layers"]
     assert [layer["measured"] is not None for layer in layers] == [True, True]
     assert all(0 < layer["measured"]["refined"] < layer["measured"]["folded"] for layer in layers)
@@ -53,8 +52,7 @@ def test_mla_is_refused_before_any_work(kind: str, tmp_path: Path) -> None:
         ("--kv-budget", "50%", "--rope", "intact"),
         ("--rank", "8", "--dry-run"),
     ):
-        code, text = attempt(source, tmp_path / "out", "--to", "mla", *options)
-        assert code == 2
+        text = convert(source, "--to", "mla", *options, out=tmp_path / "out", code=2).output
         assert "it normalises queries and keys after rotation" in text
         assert "use --to gqa" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [kind]
@@ -97,24 +95,21 @@ def test_llama_4_without_norms_is_refused_for_another_reason(is_tuned: bool, tmp
     source = make(tmp_path / "source", "llama4_text", **{**SHAPE, **settings})
     mla = ("--to", "mla", "--rank", "full", "--calibration", "none")
     for options in (mla, (*mla, "--container", "stock"), (*mla, "--container", "remote")):
-        code, text = attempt(source, tmp_path / "out", *options)
-        assert code == 2
+        text = convert(source, *options, out=tmp_path / "out", code=2).output
         assert "its class can scale queries by position in layers without rotation" in text
         assert "normalises" not in text
         assert text.strip().endswith("use --to gqa")
     assert not (tmp_path / "out").exists()
-    code, text = attempt(source, tmp_path / "out", "--to", "gqa", "--kv-heads", "4")
-    assert code == 0, text
+    convert(source, "--to", "gqa", "--kv-heads", "4", out=tmp_path / "out", code=0)
 
 
-def test_a_latent_fold_of_llama_4_by_an_earlier_kvfold_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_latent_fold_of_llama_4_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward pass ends with an error, which the rules say without running it."""
     source = make(tmp_path / "source", "llama4_text", **SHAPE, use_qk_norm=False)
     monkeypatch.setattr("kvfold.convert.decide.form.never_latent", lambda family: None)
-    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "full", "--calibration", "none")
-    assert code == 3
+    text = convert(
+        source, "--to", "mla", "--rank", "full", "--calibration", "none", out=tmp_path / "out", code=3
+    ).output
     assert "it is a fold of Llama 4, text" in text
 
 

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.checkpoints.directory import Checkpoint
 from kvfold.checkpoints.quantised.packed_checkpoint import open_checkpoint
 from kvfold.checkpoints.shards import INDEX
-from kvfold.cli import main
 from kvfold.engines.verify import verify
 from kvfold.models.layered_model import LayeredModel
 
+from ...support.commands import run_main
 from ...support.folds import convert
 from ...support.old_files import IN_LAYERS, add_old_buffers
 from ...support.quantised import FORMATS, quantise
@@ -44,9 +43,7 @@ def test_they_are_left_out_whatever_they_hold(
     )
     names = add_old_buffers(old, family)
     for source in (clean, old):
-        done = convert(source, *options)
-        assert done.exit_code == 0, done.output
-        assert "ignores" not in done.output
+        assert "ignores" not in convert(source, *options, code=0).output
     outputs = clean.with_name("out"), old.with_name("out")
     assert {
         file for file in same_bytes(*outputs) if file.endswith((".safetensors", INDEX, "config.json"))
@@ -64,8 +61,7 @@ def test_quantised_sources_have_them_too(form: str, tmp_path: Path) -> None:
     sources = [quantise(made, tmp_path / name / "source", FORMATS[form]) for name in ("new", "old")]
     add_old_buffers(sources[1], "llama")
     for source in sources:
-        done = convert(source, *FEWER["llama"])
-        assert done.exit_code == 0, done.output
+        convert(source, *FEWER["llama"], code=0)
     one, other = (load_file(source.with_name("out") / "model.safetensors") for source in sources)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -80,8 +76,7 @@ def test_every_command_reads_such_a_source(tmp_path: Path) -> None:
         ["verify", str(source), "--lint"],
         ["quantize", str(source), "--scheme", "w8a8", "--out", str(quantised)],
     ):
-        done = CliRunner().invoke(main, words)
-        assert done.exit_code == 0, (words, done.output)
+        run_main(*words)
     assert not names & set(load_file(quantised / "model.safetensors"))
 
 
@@ -116,6 +111,5 @@ def test_a_packed_weight_without_its_scheme_is_named(tmp_path: Path) -> None:
     del tensors[f"{name}.weight"]
     tensors[f"{name}.qweight"] = torch.zeros(4, 48, dtype=torch.int32)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    done = convert(source, *FULL)
-    assert done.exit_code == 2
+    done = convert(source, *FULL, code=2)
     assert f"model.safetensors holds {name}.qweight as 'I32'; kvfold folds float weights" in done.output

@@ -20,12 +20,9 @@ from ...support.tiny import make
 FULL = ("--to", "mla", "--rank", "full", "--calibration", "none", "--container", "stock")
 HALF = ("--to", "gqa", "--kv-heads", "4", "--calibration", "none")
 LLAMA3 = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 64,
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
     "rope_type": "llama3",
-}
+}  # fmt: skip
 # Fields of the config.json of a published member of a family, apart from sizes; of lengths, the tiny checkpoint's.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-2b": ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None,
@@ -111,11 +108,8 @@ def test_families_that_only_code_computes_are_told_where_they_can_go(kind: str) 
 def test_a_layer_behind_the_last_is_told(tmp_path: Path) -> None:
     """GLM-4.5 predicts further tokens by it, and its class ignores its weights."""
     settings = {
-        "num_hidden_layers": 46,
-        "first_k_dense_replace": 45,
-        "n_shared_experts": 1,
-        "hidden_size": 64,
-    }
+        "num_hidden_layers": 46, "first_k_dense_replace": 45, "n_shared_experts": 1, "hidden_size": 64,
+    }  # fmt: skip
     source = make(tmp_path / "source", "glm4_moe", **settings)
     weights = load_file(source / "model.safetensors")
     for name in [name for name in weights if "layers.45." in name]:

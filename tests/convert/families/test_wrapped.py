@@ -1,7 +1,4 @@
-"""Folded and absorbed models as other libraries wrap them.
-
-Weights that are elsewhere, adapters, copies, engines.
-"""
+"""Folded and absorbed models as other libraries wrap them: offloading, adapters, copies, quantisers."""
 
 import ast
 import copy
@@ -16,10 +13,8 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import kvfold
-from kvfold.core.errors import InvalidInput
 from kvfold.models.shipped.attention_kvfold import FORMS
 from kvfold.models.shipped.decoding_kvfold import is_plain
 from kvfold.models.shipped.layers_kvfold import LEVEL
@@ -103,10 +98,7 @@ def test_an_adapter_is_heard_in_decoding_too(kind: str, name: str, tmp_path: Pat
 
 
 class Rounded(Tensor):
-    """A weight of int8 numbers and scales of rows, which `nn.functional.linear` takes and no other operation.
-
-    It passes for a float32 parameter, as torchao's tensors do.
-    """
+    """An int8 weight with scales of rows that only `nn.functional.linear` takes; it passes for float32."""
 
     @staticmethod
     def __new__(cls, rounded: Tensor, scale: Tensor) -> Any:
@@ -246,16 +238,6 @@ def test_caps_and_sinks_count_in_prefill_by_sdpa_too(form: str, family: str, tmp
 def test_what_holds_a_model_is_levelled_with_it() -> None:
     holder = nn.Sequential(latent_model(v_head_dim=16))
     assert kvfold.absorb(holder)[0].config._attn_implementation == LEVEL
-
-
-def test_a_linearised_latent_in_float16_is_refused(tmp_path: Path) -> None:
-    linear = ("--container", "stock", "--latent-norm", "linear")
-    fold = fold_latent(make(tmp_path / "source"), "--kv-budget", "50%", *linear)
-    with pytest.raises(
-        InvalidInput, match=r"layers\.0\.self_attn has a linearised latent.* in bfloat16 or float32"
-    ):
-        kvfold.absorb(AutoModelForCausalLM.from_pretrained(fold, dtype=torch.float16))
-    kvfold.absorb(latent_model().half())  # DeepSeek's own norms are
 
 
 @pytest.mark.parametrize("form", FORMS)

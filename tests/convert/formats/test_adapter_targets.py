@@ -23,13 +23,10 @@ OUTPUTS = {
     "stock, compressed queries": ("MLA in the stock class", "llama", (*FITTED, "--q-lora-rank", "16")),
     "stock, biases": ("MLA in the stock class", "qwen2", FITTED),
     "decoupled": ("MLA with its own code, `--rope decoupled`", "llama", OWN),
-    "decoupled, key norms": (
-        "MLA with its own code, `--rope decoupled`",
-        "qwen3",
-        (*OWN, "--rope", "decoupled"),
-    ),
+    "decoupled, key norms": ("MLA with its own code, `--rope decoupled`", "qwen3",
+                             (*OWN, "--rope", "decoupled")),
     "intact": ("MLA with its own code, `--rope intact`", "llama", (*OWN, "--rope", "intact")),
-}
+}  # fmt: skip
 
 
 def names_in(words: str) -> list[str]:
@@ -62,7 +59,6 @@ def test_adapters_go_where_the_page_and_the_card_say(kind: str, tmp_path: Path) 
     }
     if label == "MLA in the stock class":
         told = re.search(r"`target_modules` are (.+), and `target_parameters` are (.+): PEFT", card)
-        assert told is not None
         parameters = re.findall(r"`([\w.]+)`", told[2])
         (named,) = re.findall(r"target_parameters=\[(.+)\]", PAGE.read_text(encoding="utf-8"))
         assert sorted(parameters) == sorted(named.replace('"', "").split(", "))

@@ -1,7 +1,4 @@
-"""At full rank the fold changes nothing.
-
-The written checkpoint, loaded by a process that knows no kvfold, is its source.
-"""
+"""At full rank the written checkpoint, loaded by a process that knows no kvfold, is its source."""
 
 import json
 import subprocess
@@ -9,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvfold.convert.cli import main
 
@@ -20,31 +18,22 @@ PROBE = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM
-report = {}
 ids = torch.arange(2 * 300).reshape(2, 300) ** 2 * 7 % 97  # far positions: where a rounded frequency shows
-for case, source, folded in json.load(sys.stdin):
-    one = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    other = AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float32).eval()
-    with torch.no_grad():
-        a, b = one(input_ids=ids).logits, other(input_ids=ids).logits
-        greedy = [m.generate(ids[:, :8], max_new_tokens=16, do_sample=False, pad_token_id=0).tolist() for m in (one, other)]
-    report[case] = {"diff": (a - b).abs().max().item(), "size": a.std().item(), "same": greedy[0] == greedy[1],
-                    "class": type(other).__name__}
+source, folded = sys.argv[1:]
+one = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+other = AutoModelForCausalLM.from_pretrained(folded, dtype=torch.float32).eval()
+with torch.no_grad():
+    a, b = one(input_ids=ids).logits, other(input_ids=ids).logits
+    greedy = [m.generate(ids[:, :8], max_new_tokens=16, do_sample=False, pad_token_id=0).tolist() for m in (one, other)]
 assert "kvfold" not in sys.modules
-print(json.dumps(report))
+print(json.dumps({"diff": (a - b).abs().max().item(), "size": a.std().item(), "same": greedy[0] == greedy[1],
+                  "class": type(other).__name__}))
 """
 # name -> (family, how the source is made, options of convert)
 FULL = ("--to", "mla", "--rank", "full")
 QUERIES = (*FULL, "--q-lora-rank", "full")
-EVERY_PAIR = (
-    "--to",
-    "mla",
-    "--rope-dim",
-    "64",
-    "--rank",
-    "8",
-    "--method",
-)  # of 8 heads 8 wide, whose values are one head's
+# of 8 heads 8 wide, whose values are one head's
+EVERY_PAIR = ("--to", "mla", "--rope-dim", "64", "--rank", "8", "--method")
 CASES = {
     "llama-mha": ("llama", {}, FULL),
     "llama-gqa-untied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": False}, FULL),
@@ -65,63 +54,36 @@ CASES = {
     "llama-queries": ("llama", {"num_key_value_heads": 2}, QUERIES),
     "llama-queries-wide": ("llama", {"hidden_size": 128}, QUERIES),
     "qwen2-queries": ("qwen2", {"num_key_value_heads": 2}, QUERIES),
-    "llama-mha2mla": (
-        "llama",
-        {"equal_heads": True},
-        (*EVERY_PAIR, "mha2mla:high", "--latent-norm", "linear"),
-    ),
-    "llama-mha2mla-split": (
-        "llama",
-        {"equal_heads": True},
-        (*EVERY_PAIR, "mha2mla:low:split", "--latent-norm", "linear"),
-    ),
+    "llama-mha2mla": ("llama", {"equal_heads": True},
+                      (*EVERY_PAIR, "mha2mla:high", "--latent-norm", "linear")),
+    "llama-mha2mla-split": ("llama", {"equal_heads": True},
+                            (*EVERY_PAIR, "mha2mla:low:split", "--latent-norm", "linear")),
     "llama-same-heads": ("llama", {}, ("--to", "gqa", "--kv-heads", "8")),
-    "qwen2-same-heads": (
-        "qwen2",
-        {"num_key_value_heads": 4},
-        ("--to", "gqa", "--kv-heads", "4", "--method", "mean"),
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """Return the observations of the fresh process, for all cases at once: importing transformers takes seconds."""
-    root = tmp_path_factory.mktemp("exact")
-    pairs = []
-    for case, (family, settings, options) in CASES.items():
-        source = make(root / case, family, **settings)
-        out = root / f"{case}-folded"
-        main([str(source), *options, "--out", str(out)], standalone_mode=False)
-        pairs.append((case, str(source), str(out)))
-    done = subprocess.run(
-        [warm_python(), "-P", "-c", PROBE],
-        input=json.dumps(pairs),
-        capture_output=True,
-        text=True,
-        cwd=root,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    "qwen2-same-heads": ("qwen2", {"num_key_value_heads": 4},
+                         ("--to", "gqa", "--kv-heads", "4", "--method", "mean")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_full_rank_is_the_source(case: str, report: dict[str, dict[str, object]]) -> None:
-    """Logits within 5e-5 in float32 (they vary by `size`), the same greedy tokens, the class that stock
-    engines know.
-    """
-    seen = report[case]
+def test_full_rank_is_the_source(case: str, tmp_path: Path) -> None:
+    """Logits within 5e-5 in float32 (they vary by `size`), the same greedy tokens, a stock class."""
+    family, settings, options = CASES[case]
+    source, out = make(tmp_path / "source", family, **settings), tmp_path / "out"
+    main([str(source), *options, "--out", str(out)], standalone_mode=False)
+    words = [warm_python(), "-P", "-c", PROBE, str(source), str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
     assert seen["size"] > 0.1, "logits too small to tell anything"
     assert seen["diff"] < 5e-5
     assert seen["same"]
-    family, _, options = CASES[case]
     own = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}[family]
     assert seen["class"] == ("DeepseekV3ForCausalLM" if "mla" in options else own)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-@pytest.mark.parametrize("method", ["mean", "aligned", "subspace"])
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "mean"), ("mistral", "aligned"), ("qwen2", "subspace")]
+)
 def test_as_many_groups_as_heads_changes_no_byte(tmp_path: Path, family: str, method: str) -> None:
     source = make(tmp_path / "source", family, dtype=torch.bfloat16)
     out = tmp_path / "out"
@@ -129,8 +91,6 @@ def test_as_many_groups_as_heads_changes_no_byte(tmp_path: Path, family: str, me
         [str(source), "--to", "gqa", "--kv-heads", "8", "--method", method, "--out", str(out)],
         standalone_mode=False,
     )
-    from safetensors.torch import load_file
-
     before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)

@@ -29,11 +29,9 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "with biases": ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}),
     "one norm of all heads": ("olmo2", {"num_key_value_heads": 4, "hidden_size": 64}),
     "two rotary tables": ("gemma3_text", {"num_key_value_heads": 4}),
-    "two tables, one by YaRN": (
-        "olmo3",
-        {"num_key_value_heads": 4, "hidden_size": 64, "rope_parameters": YARN},
-    ),
-}
+    "two tables, one by YaRN": ("olmo3",
+                                {"num_key_value_heads": 4, "hidden_size": 64, "rope_parameters": YARN}),
+}  # fmt: skip
 
 
 def fold(source: Path, *options: str) -> Path:

@@ -1,7 +1,4 @@
-"""The stock class as other engines take it.
-
-Exact where nothing is discarded, and its table of families is true.
-"""
+"""The stock class as other engines take it: exact where nothing is discarded, and its table is true."""
 
 import json
 import subprocess
@@ -25,7 +22,7 @@ from kvfold.convert.formats.serving_widths import SERVING
 from kvfold.convert.methods.biases import nearest_to_one, without_key_bias, without_value_bias
 from kvfold.convert.methods.latent import source_bands, to_mla, uniform_bands
 
-from ...support.folds import FOR_ALL, QUICK, WEIGHTS, WIDE, attempt, failing
+from ...support.folds import FOR_ALL, LINEAR, QUICK, WEIGHTS, WIDE, convert, failing
 from ...support.tiny import ROPE, make
 from ...support.warm_python import warm_python
 
@@ -69,18 +66,13 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
     root = tmp_path_factory.mktemp("serving")
     for name, (family, settings, engines) in EXACT.items():
         make(root / f"{name}-source", family, **{**ONE_HEAD, **settings})
-        code, text = attempt(
-            root / f"{name}-source", root / name, *FULL, "--container", "stock", "--engine", engines
-        )
-        assert code == 0, text
+        convert(
+            root / f"{name}-source", *FULL, "--container", "stock", "--engine", engines, out=root / name,
+            code=0,
+        )  # fmt: skip
     cases = json.dumps([(name, str(root / f"{name}-source"), str(root / name)) for name in EXACT])
     done = subprocess.run(
-        [warm_python(), "-P", "-c", PROBE],
-        input=cases,
-        capture_output=True,
-        text=True,
-        cwd=root,
-        check=False,
+        [warm_python(), "-P", "-c", PROBE], input=cases, capture_output=True, text=True, cwd=root, check=False
     )
     assert done.returncode == 0, done.stderr
     return root, dict(json.loads(done.stdout))
@@ -88,10 +80,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
 
 @pytest.mark.parametrize("name", EXACT)
 def test_full_rank_is_the_source(name: str, exact: tuple[Path, dict[str, dict[str, Any]]]) -> None:
-    """Zeros next to the weights, another epsilon, a written head, an identity before the queries.
-
-    The same logits.
-    """
+    """Zeros next to the weights, another epsilon, a written head and an identity change no logits."""
     root, report = exact
     seen, engines = report[name], EXACT[name][2]
     assert seen["size"] > 0.05, "logits too small to tell anything"
@@ -105,29 +94,20 @@ def test_full_rank_is_the_source(name: str, exact: tuple[Path, dict[str, dict[st
     )
     assert record["engines"] == engines.split(",")
     assert f"--engine {engines}" in record["command"]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_head_stays_tied_where_every_engine_takes_it(
-    name: str, exact: tuple[Path, dict[str, dict[str, Any]]]
-) -> None:
-    """Quantisers of llama.cpp give a head that is the embeddings more bits than embeddings alone."""
-    root, _ = exact
+    # Quantisers of llama.cpp give a head that is the embeddings more bits than embeddings alone.
     is_tied = name.endswith("tied for llama.cpp")
     assert json.loads((root / name / "config.json").read_text())["tie_word_embeddings"] == is_tied
     assert ("lm_head.weight" not in load_file(root / name / "model.safetensors")) == is_tied
 
 
 def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> None:
-    """Epsilon 4e-6: embeddings and down-projections are halved to the bit, in bfloat16 too.
-
-    The head is the embedding.
-    """
+    """Epsilon 4e-6 halves embeddings and down-projections to the bit, in bfloat16 too."""
     source = make(
         tmp_path / "source", rms_norm_eps=4e-6, tie_word_embeddings=True, dtype=torch.bfloat16, **ONE_HEAD
     )
-    code, text = attempt(source, tmp_path / "out", *FULL, "--container", "stock", "--engine", "vllm")
-    assert code == 0, text
+    text = convert(
+        source, *FULL, "--container", "stock", "--engine", "vllm", out=tmp_path / "out", code=0
+    ).output
     assert "a power of two" in text
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
@@ -137,10 +117,7 @@ def test_a_power_of_two_scales_the_stream_without_rounding(tmp_path: Path) -> No
 
 
 def test_slots_of_the_stock_table() -> None:
-    """With the default table in the source, the nearest slot is the uniform rule's.
-
-    Elsewhere no other slot is nearer.
-    """
+    """Slots of the default table are the uniform rule's; of another table, no other slot is nearer."""
     slots_S = table(SERVING, 1e4)
     default_F, _ = frequencies(ROPE["default"], 128, 512)
     assert nearest_bands(default_F, slots_S, STILL) == uniform_bands(default_F, slots_S)
@@ -159,19 +136,12 @@ def test_slots_of_the_stock_table() -> None:
 
 
 def test_biases_go_into_weights_where_the_input_has_a_constant() -> None:
-    """Then nothing is lost.
-
-    Attention without biases gives what attention with them does, values and rotary keys included.
-    """
+    """Then attention without biases gives what attention with them does."""
     torch.manual_seed(0)
     x_BTD = torch.randn(3, 40, 12, dtype=torch.float64)
     x_BTD[..., 5] = 0.7
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_NHD": (4, 8, 12),
-        "k_KHD": (2, 8, 12),
-        "v_KHD": (2, 8, 12),
-        "o_DNH": (12, 4, 8),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"q_NHD": (4, 8, 12), "k_KHD": (2, 8, 12), "v_KHD": (2, 8, 12)}
+    shapes |= {"o_DNH": (12, 4, 8)}
     shapes |= {"q_NH": (4, 8), "k_KH": (2, 8), "v_KH": (2, 8)}
     weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     biased = Attention(**weights, scale=0.3)
@@ -193,22 +163,8 @@ def test_biases_are_folded_by_statistics(tmp_path: Path) -> None:
     """The output has none; what that loses is in the loss that is measured, and a sentence says so."""
     settings = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     source = make(tmp_path / "source", "qwen2", **settings)
-    options = (
-        "--to",
-        "mla",
-        "--rank",
-        "full",
-        "--engine",
-        "sglang",
-        "--length",
-        "32",
-        "--sequences",
-        "6",
-        "--refine",
-        "0",
-    )
-    code, text = attempt(source, tmp_path / "out", *options)
-    assert code == 0, text
+    options = "--to mla --rank full --engine sglang --length 32 --sequences 6 --refine 0"
+    text = convert(source, *options.split(), out=tmp_path / "out", code=0).output
     assert "biases of queries, keys and values go into their weights" in text
     assert "predicted loss" in text
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
@@ -233,10 +189,7 @@ def test_only_another_activation_keeps_the_stock_class_from_engines() -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
-    """A family of which the table says no is refused.
-
-    Any other passes the rules of the engines, in the class it names.
-    """
+    """A family is refused, or its output passes the engines' rules, in the class that the table names."""
     cell = cell_of(kind)
     settings = {**WIDE, "hidden_size": 512} if cell.status != "no" else {}
     settings |= {"sliding_window": 512} if kind in {"ministral", "cwm"} else {}  # as long as its positions
@@ -244,10 +197,11 @@ def test_the_table_is_true(kind: str, tmp_path: Path) -> None:
     biased = any(name.endswith("k_proj.bias") for name in load_file(source / "model.safetensors"))
     options = ("--to", "mla", "--engine", "vllm,sglang", "--container", "stock")
     options += (
-        ("--length", "32", "--sequences", "4", "--refine", "0") if biased and cell.status != "no" else QUICK
+        ("--length", "32", "--sequences", "4", "--refine", "0", "--slots", "uniform", *LINEAR)
+        if biased and cell.status != "no"
+        else QUICK
     )
-    code, text = attempt(source, tmp_path / "out", *options)
-    assert code == (2 if cell.status == "no" else 0), text
+    convert(source, *options, out=tmp_path / "out", code=2 if cell.status == "no" else 0)
     if cell.status != "no":
         assert failing(tmp_path / "out", "vllm,sglang") == []
         assert json.loads((tmp_path / "out" / "kvfold.json").read_text())["container"] == cell.architecture

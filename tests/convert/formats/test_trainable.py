@@ -1,6 +1,4 @@
-"""A linearised latent norm opened for training computes the same, has weights of natural size, and closes
-again.
-"""
+"""A linearised norm opened for training computes the same, has natural sizes, and closes again."""
 
 from pathlib import Path
 

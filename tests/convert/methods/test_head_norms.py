@@ -1,7 +1,4 @@
-"""Pooling keys that a norm follows.
-
-Lossless where the norm and the rotation allow it, and no worse than the plain average.
-"""
+"""Pooling keys that a norm follows: lossless where possible, and no worse than the plain average."""
 
 import torch
 from torch import Tensor
@@ -38,7 +35,6 @@ def attention(seed: int = 0) -> Attention:
 
 def like_heads(source: Attention) -> Attention:
     """The same, with key heads that differ by a length and by their pairs' signs."""
-    assert source.k_KH is not None
     sign_KF = torch.tensor([[1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, -1]], dtype=torch.float64)
     turn_KH = torch.cat([sign_KF, sign_KF], -1) * torch.tensor([1.0, 2.0, 0.5, 3.0])[:, None]
     k_KHD, k_KH = turn_KH[..., None] * source.k_KHD[:1], turn_KH * source.k_KH[:1]
@@ -50,8 +46,6 @@ def scores(layer: Attention) -> Tensor:
     x_TD = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
     def made(w: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        assert bias is not None
-        assert norm is not None
         y = torch.einsum("td,nhd->nth", x_TD, w) + bias[:, None]
         y = y * y.square().mean(-1, keepdim=True).rsqrt() * norm[:, None]
         angle_TF = torch.arange(5)[:, None] * FREQUENCIES

@@ -14,16 +14,7 @@ from kvfold.convert.methods import pooling as pool
 from kvfold.convert.methods.grouping import heads_in, likest
 from kvfold.convert.methods.table import POOLS
 
-from ...support.layers import (
-    FREQUENCIES_F,
-    OWN,
-    D,
-    H,
-    latent_output,
-    layer,
-    output,
-    turned_copies,
-)
+from ...support.layers import FREQUENCIES_F, OWN, D, H, latent_output, layer, output, turned_copies
 
 
 @pytest.fixture
@@ -113,10 +104,7 @@ def test_a_slot_for_every_pair_is_exact(key_heads: int, biases: bool, x_TD: Tens
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_heads_equal_up_to_phases_need_the_cache_of_one(biases: bool, x_TD: Tensor) -> None:
-    """Slots take every head's phase into the query, the latent every head's rotation into the output.
-
-    MQA needs no more than one slot a frequency and a latent as wide as the values.
-    """
+    """Slots take each head's phase into the query, the latent its rotation into the output."""
     target = LatentTarget(kv_lora_rank=H, qk_rope_head_dim=H)
     for a in (layer(key_heads=1, biases=biases), turned_copies(layer(), seed=6)):
         latent = factor.to_mla(a, target, FREQUENCIES_F, OWN, weights_only(a, 64))
@@ -137,10 +125,7 @@ def test_more_rank_loses_less(x_TD: Tensor) -> None:
 
 @pytest.mark.parametrize("width", [12, 200])
 def test_low_rank_is_the_truncated_svd_in_its_metric(width: int) -> None:
-    """Eckart-Young.
-
-    No rank-r factors have a smaller weighted error, whichever side the Gram matrix is taken on.
-    """
+    """Eckart-Young: no rank-r factors have a smaller weighted error, on either side of the Gram matrix."""
     random = torch.Generator().manual_seed(1)
     stack = torch.randn(3, 8, width, generator=random, dtype=torch.float64)
     half = torch.randn(3, 8, 8, generator=random, dtype=torch.float64)

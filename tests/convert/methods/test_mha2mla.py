@@ -39,10 +39,7 @@ def test_mha2mla_keeps_the_pairs_that_contribute() -> None:
 
 
 def test_mha2mla_has_one_table_for_all_layers() -> None:
-    """Each layer alone would want other frequencies.
-
-    The table has both, and each layer fills those that it uses.
-    """
+    """The table has the frequencies of every layer, and each layer fills those that it uses."""
     x_XD = tokens()
     one, other = with_pairs(layer(key_heads=2), {(0, 0)}), with_pairs(layer(seed=1, key_heads=2), {(1, 3)})
     layers = [(a, statistics_of(a, x_XD)) for a in (one, other)]
@@ -76,9 +73,7 @@ def jointly(rows_BD: Tensor, values: int, rank: int) -> Tensor:
 def test_mha2mla_by_the_paper(
     pairs: str, kept: list[int], ending: str, decompose: Any, biases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial RoPE in each head as masked frequencies, and the un-rotated rows of all heads with the
-    values' decomposed.
-    """
+    """Partial RoPE as masked frequencies; un-rotated rows are decomposed with the values."""
     a, x_TD = layer(key_heads=2, biases=biases), tokens()[:20]
     target = LatentTarget(kv_lora_rank=9, qk_rope_head_dim=8)
     bands = bands_of(f"mha2mla:{pairs}", 8, (a, None))
@@ -120,13 +115,9 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
     assert division("mha2mla", kv_budget="5%") == (6, 6)
     for method, budget, options, sentence in (
         ("mha2mla:low", "5%", {}, "--rope-dim 6 does not give 8 key heads .* multiple of 16, at most 128"),
-        (
-            "mha2mla",
-            "75%",
-            {"rope_dim": 130},
-            "--rope-dim 130 does not fit; choose an even number from 2 to 128",
-        ),
-    ):
+        ("mha2mla", "75%", {"rope_dim": 130},
+         "--rope-dim 130 does not fit; choose an even number from 2 to 128"),
+    ):  # fmt: skip
         with pytest.raises(InvalidInput, match=sentence):
             division(method, kv_budget=budget, **options)
 
@@ -134,6 +125,6 @@ def test_mha2mla_divides_a_cache_in_halves_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize("rope_dim", [6, 20])
 def test_widths_that_do_not_give_each_head_as_many_pairs(rope_dim: int) -> None:
     with pytest.raises(
-        InvalidInput, match=f"--rope-dim {rope_dim} does not give 2 key heads .* multiple of 4, at most 16"
+        InvalidInput, match=rf"--rope-dim {rope_dim} does not give 2 key heads .* 4, at most 16"
     ):
         bands_of("mha2mla:high", rope_dim, (layer(key_heads=2), None))

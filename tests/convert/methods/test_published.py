@@ -1,7 +1,4 @@
-"""Each peer's rule is what its paper says.
-
-Against a plain version on activations, and by the identities that it promises.
-"""
+"""Each peer's rule is what its paper says, against a plain version and by the identities that it promises."""
 
 import json
 from dataclasses import replace
@@ -25,16 +22,7 @@ from kvfold.core.errors import InvalidInput
 
 from ...support import layers
 from ...support.layers import FREQUENCIES_F, D, H, attend, latent_output, layer, output, rotate, turned_copies
-from ...support.published_rules import (
-    DEMO,
-    PER_HEAD,
-    F,
-    bands_of,
-    folded_output,
-    rule,
-    statistics_of,
-    tokens,
-)
+from ...support.published_rules import DEMO, PER_HEAD, F, bands_of, folded_output, rule, statistics_of, tokens
 
 MERGED = ["svd", "transmla", "care", "no-sqrt-care", "transmla-care", *PER_HEAD]
 Trained = tuple[Tensor, list[Attention], list[LayerStatistics], list[Tensor]]
@@ -127,10 +115,7 @@ def pca(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
 
 
 def covariance_svd(z_XB: Tensor, ratio: float, keys: int, rank: int) -> Tensor:
-    """CARE's map on balanced activations, by roots and inverses.
-
-    W ≈ V S Uᵀ C^-½, seen behind W, which undoes the balance.
-    """
+    """CARE's map on balanced activations: W ≈ V S Uᵀ C^-½, seen behind W, which undoes the balance."""
     moment_BB = z_XB.mT @ z_XB
     moment_BB += CARE_DAMPING * moment_BB.diagonal().mean() * torch.eye(len(moment_BB), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(moment_BB)
@@ -222,11 +207,9 @@ def plain(
 
 
 MAPS = [
-    ("transmla", pca),
-    ("care", covariance_svd),
-    ("no-sqrt-care", whole_covariance),
+    ("transmla", pca), ("care", covariance_svd), ("no-sqrt-care", whole_covariance),
     ("transmla-care", powered),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "latent_map"), MAPS)
@@ -265,16 +248,13 @@ def test_settings_of_merged_heads(multiple: int, weight: float) -> None:
     assert (folded - usual).norm() > 0.01 * usual.norm()
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("transmla:fold3", "takes :foldN"),
-        ("care:balance0", "takes :foldN"),
-        ("transmla:fold2:fold4", "takes :foldN"),
-        ("mha2mla:fold2", "takes :high"),
-        ("xecomla:fold2", "it has none"),
-    ],
-)
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("transmla:fold3", "takes :foldN"),
+    ("care:balance0", "takes :foldN"),
+    ("transmla:fold2:fold4", "takes :foldN"),
+    ("mha2mla:fold2", "takes :high"),
+    ("xecomla:fold2", "it has none"),
+])  # fmt: skip
 def test_settings_that_a_rule_does_not_have(name: str, sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         peer(name)

@@ -1,7 +1,4 @@
-"""Compressed queries.
-
-Exact where nothing is dropped, best in the metric where something is, the same in every container.
-"""
+"""Compressed queries: exact, or best in the metric, and the same in every container."""
 
 import json
 from dataclasses import replace
@@ -76,7 +73,6 @@ def test_a_rank_that_keeps_everything_changes_nothing(heads: int, x_TD: Tensor) 
     blind = replace(metric, query_NHH=metric.query_NHH * (torch.arange(heads) == 0)[:, None, None])
     for folded in folds(a, metric):
         made = compress(folded, a, blind, min(D, heads * H))
-        assert made.q_down_AD is not None
         assert made.q_down_AD.shape == (min(D, heads * H), D)
         torch.testing.assert_close(out(made, x_TD), out(folded, x_TD))
 
@@ -95,7 +91,6 @@ def test_the_true_rank_is_enough(x_TD: Tensor) -> None:
 
 def cost(error_XD: Tensor, metric: LayerMetric) -> float:
     """½ tr(G E C Eᵀ) by its definition."""
-    assert metric.input_EE is not None
     error_NHD = error_XD.unflatten(0, (len(metric.query_NHH), -1))
     return 0.5 * float(
         torch.einsum("nhg,ngd,de,nhe->", metric.query_NHH, error_NHD, metric.input_EE[:-1, :-1], error_NHD)
@@ -104,15 +99,10 @@ def cost(error_XD: Tensor, metric: LayerMetric) -> float:
 
 @pytest.mark.parametrize("rank", [1, 6, 20])
 def test_what_is_kept_is_the_best_in_the_metric(rank: int) -> None:
-    """As good as Eckart and Young allow, by another factorisation (Cholesky's) of both moments.
-
-    The plain SVD is worse.
-    """
+    """As good as Eckart and Young allow, by Cholesky factors of both moments; the plain SVD is worse."""
     a = layer()
     metric = metric_for(a)
-    assert metric.input_EE is not None
     made = compress(to_intact(a, INTACT, metric), a, metric, rank)
-    assert made.q_down_AD is not None
     rows_XD = a.q_NHD.flatten(0, 1)
     left = torch.block_diag(*torch.linalg.cholesky(metric.query_NHH))
     energy = torch.linalg.svdvals(
@@ -127,10 +117,7 @@ def test_what_is_kept_is_the_best_in_the_metric(rank: int) -> None:
 
 
 def test_folded_queries_could_not_be_compressed_better(x_TD: Tensor) -> None:
-    """They are a map T of the source's.
-
-    In any metric G' of theirs, what G = Tᵀ G' T chose for the source is best for them.
-    """
+    """In any metric G' of a map T of the source's queries, what G = Tᵀ G' T chose is best."""
     a = layer()
     metric = metric_for(a)
     folded = to_mla(a, TARGET, FREQUENCIES_F, OWN, metric)
@@ -140,8 +127,6 @@ def test_folded_queries_could_not_be_compressed_better(x_TD: Tensor) -> None:
     own = torch.stack([root(rows_NXD.shape[1], 30 + head) for head in range(4)])
     metric = replace(metric, query_NHH=map_NXH.mT @ own @ own.mT @ map_NXH)
     made = compress(folded, a, metric, 7)
-    assert made.q_down_AD is not None
-    assert metric.input_EE is not None
     error_NXD = rows_NXD - torch.cat([made.q_nope_NPA, made.q_rope_NRA], 1) @ made.q_down_AD
     white = torch.linalg.cholesky(metric.input_EE[:-1, :-1])
     least = torch.linalg.svdvals((own.mT @ rows_NXD).flatten(0, 1) @ white)[7:].square().sum()
@@ -194,10 +179,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("family", "hidden"), [("llama", 32), ("qwen2", 32), ("llama", 128)])
 def test_containers_compute_what_the_weights_say(tmp_path: Path, family: str, hidden: int, form: str) -> None:
-    """Every layer's attention in transformers, on the inputs that it gets there, against `attend`.
-
-    With biases in qwen2.
-    """
+    """Every layer's attention in transformers against `attend` on the same inputs."""
     source = make(tmp_path / "source", family, num_key_value_heads=4, hidden_size=hidden)
     options = {"kv_budget": "50%", "q_lora_rank": "12", **FORMS[form]}
     made = convert(
@@ -223,10 +205,7 @@ def test_containers_compute_what_the_weights_say(tmp_path: Path, family: str, hi
 
 
 def test_queries_behind_a_norm(tmp_path: Path) -> None:
-    """Qwen3: the rank that keeps everything is its source.
-
-    A smaller one is not, and its queries are of that rank.
-    """
+    """Qwen3: full rank is the source, and a smaller one has queries of that rank."""
     source = make(tmp_path / "source", "qwen3", num_key_value_heads=4)
     ids = torch.arange(60).reshape(2, 30) ** 2 % 97
     with torch.no_grad():

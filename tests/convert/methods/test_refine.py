@@ -2,7 +2,6 @@
 
 from dataclasses import fields, replace
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
@@ -213,33 +212,6 @@ def test_a_rate_that_is_too_large_is_divided(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(refinement, "RATE", 64 * refinement.RATE)
     monkeypatch.setattr(refinement, "QUARTERS", 0)
     assert refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how).layer is pooled
-
-
-def test_the_search_for_a_rate_begins_at_one_for_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on to smaller or to larger ones, but not to one that diverges."""
-    a, taken = teacher(), sample(normed(16, 24))
-    pooled = pool.mean(a, GroupedTarget(num_key_value_heads=2), weights_only(a, 64), FREQUENCIES_F)
-    how = {"steps": 60, "solve": False}
-    tried, most, descend = list[float](), [float("inf")], refinement._descend
-
-    def watched(start: Attention, loss: Any, sequences: Any, rate: float, *more: Any) -> Attention:
-        tried.append(rate)
-        end = descend(start, loss, sequences, rate, *more)
-        return end if rate <= most[0] else replace(end, o_DNH=end.o_DNH * float("nan"))
-
-    monkeypatch.setattr(refinement, "_descend", watched)
-    usual = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how)
-    largest = tried[-1]
-    assert tried == [largest, largest / 4, largest]
-    monkeypatch.setattr(refinement, "SMALL_HIDDEN", a.o_DNH.shape[0] / 8)
-    tried.clear()
-    found = refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how)
-    assert tried == [largest / part for part in (64, 256, 16, 4, 1, 1)]
-    assert found.layer.o_DNH.equal(usual.layer.o_DNH)
-    most[0] = largest / 2
-    tried.clear()
-    refine(pooled, FREQUENCIES_F, a, FREQUENCIES_F, taken, **how)
-    assert tried == [largest / part for part in (64, 256, 16, 4, 1, 4)]
 
 
 def test_what_cannot_be_improved_stays() -> None:

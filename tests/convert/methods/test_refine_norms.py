@@ -67,10 +67,7 @@ def test_norms_are_refined_through_and_stay_where_they_are_not_written(form: str
 
 @pytest.mark.parametrize("spans", ["head", "heads"])
 def test_what_a_latent_encodes_is_read_behind_the_norm(spans: str) -> None:
-    """Its moment by definition; what errors cost, against errors that are made.
-
-    Small ones, drawn for every token.
-    """
+    """Its moment by definition, and its costs against small errors drawn for every token."""
     a, taken = normalising(spans)
     x_BTD = taken.input_BTD[taken.used]
     k_BKTH, v_BKTH = keys_and_values(a, x_BTD, 1e-6)
@@ -143,8 +140,6 @@ def test_a_linear_norm_keeps_the_mean_square_biases_included(spans: str) -> None
         (linear.q_NHD, linear.q_NH, a.q_norm_NH),
         (linear.k_KHD, linear.k_KH, a.k_norm_KH),
     ):
-        assert bias is not None
-        assert weight is not None
         square_NH = ((torch.einsum("xd,nhd->xnh", x_XD, rows) + bias) / weight).square().mean(0)
         means = square_NH.mean(1) if spans == "head" else square_NH.mean()[None]
         torch.testing.assert_close(means, torch.ones_like(means))
@@ -170,12 +165,9 @@ def test_heads_with_norms_are_grouped() -> None:
 @pytest.mark.parametrize(
     ("to", "sizes"), [("gqa", {"kv_heads": 2}), ("mla", {"kv_budget": "25%", "rope": "intact"})]
 )
-def test_a_whole_fold_is_refined_and_says_so(
-    tmp_path: Path, family: str, to: str, sizes: dict[str, Any]
-) -> None:
+def test_folds_are_refined_and_say_so(tmp_path: Path, family: str, to: str, sizes: dict[str, Any]) -> None:
     source = make(tmp_path / "source", family, num_key_value_heads=4)
     statistics = study(open_source(source), "self", sequences=16, length=24, seed=0)
-    assert statistics is not None
     request = fold_request({"model": str(source), "to": to, "refine": 10, **sizes})
     plan = make_plan(source, request, statistics)
     closed, _ = fold_attention(replace(plan, refine=0), 0)
@@ -192,8 +184,6 @@ def test_a_whole_fold_is_refined_and_says_so(
     if isinstance(fitted, Attention):
         # Norms of single heads are passed on by the writer; the one of all keys is written.
         before, after = closed.k_norm_KH, fitted.k_norm_KH
-        assert before is not None
-        assert after is not None
         assert after.float().equal(before.float()) == (family == "qwen3")
     record = rewrite(plan, tmp_path / "out")
     losses = [layer["measured"] for layer in record["layers"]]
@@ -217,5 +207,4 @@ def test_a_fold_finds_the_heads_that_belong_together(tmp_path: Path) -> None:
     plan = make_plan(file.parent, request, study(source, "self", sequences=8, length=24, seed=0))
     for number in range(source.layers):
         _, loss = fold_attention(plan, number)
-        assert loss is not None
         assert loss["folded"] < 1e-9

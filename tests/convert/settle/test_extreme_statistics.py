@@ -18,9 +18,7 @@ from ...support.warm_python import warm_python
 SENTENCE = "the statistics cannot be decomposed, because their values are extreme"
 
 
-def test_plans_by_extreme_statistics_end_in_one_sentence(
-    source: Path, statistics: Statistics, tmp_path: Path
-) -> None:
+def test_plans_of_extremes_are_refused(source: Path, statistics: Statistics, tmp_path: Path) -> None:
     layers = [
         replace(layer, input_EE=layer.input_EE * (1e308 / layer.input_EE.abs().max()))
         for layer in statistics.layers
@@ -37,9 +35,7 @@ def test_plans_by_extreme_statistics_end_in_one_sentence(
         latent.with_statistics(extreme)
 
 
-def test_a_fold_by_negated_statistics_ends_in_one_sentence(
-    source: Path, statistics: Statistics, tmp_path: Path
-) -> None:
+def test_negated_statistics_are_refused(source: Path, statistics: Statistics, tmp_path: Path) -> None:
     """In a process of its own, since MKL ends the process at a matrix with values that are not finite."""
     layers = [replace(layer, input_EE=-layer.input_EE) for layer in statistics.layers]
     saved = tmp_path / "saved.safetensors"

@@ -57,14 +57,10 @@ def moments(output: Path, ids_BT: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", ["care", "no-sqrt-care", "transmla", "transmla-care"])
-def test_inputs_are_those_behind_changed_layers(
+def test_inputs_pass_changed_layers(
     source: Path, statistics: Statistics, tmp_path: Path, method: str
 ) -> None:
-    """CARE's layers see the inputs that the output gives them.
-
-    TransMLA's see those of a model that has lost nothing but rotation, as one has whose latent is wider than
-    the hidden size.
-    """
+    """CARE's layers see the output's inputs, TransMLA's those of a model that lost only rotation."""
     rank = 5
     plan = planned(source, statistics, method, rank)
     geometry = plan.source.geometry

@@ -16,21 +16,18 @@ from kvfold.convert.request import fold_request
 from kvfold.convert.settle.settle import make_plan
 from kvfold.convert.write.rewrite import rewrite
 
+from ...support.commands import run_main
 from ...support.folds import WEIGHTS
 from ...support.tiny import make
 
 
 def test_a_plan_says_what_it_saves(tmp_path: Path) -> None:
-    """32 columns to 8·(8+8) rows: 4096 weights, and 12·(32+128) = 1920 through 12 numbers.
-
-    The cache is as without.
-    """
+    """32 columns to 8·(8+8) rows are 4096 weights, and 12·(32+128) = 1920 through 12 numbers."""
     source = make(tmp_path / "source")
     command = ["convert", str(source), "--to", "mla", *WEIGHTS, "--kv-budget", "50%", "--dry-run"]
 
     def plan(*options: str) -> dict[str, Any]:
-        result = CliRunner().invoke(main, [*command, *options, "--json"])
-        assert result.exit_code == 0, result.output
+        result = run_main(*command, *options, "--json")
         return dict(json.loads(result.stdout))
 
     without, compressed, whole = plan(), plan("--q-lora-rank", "12"), plan("--q-lora-rank", "full")
@@ -56,9 +53,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Statistics]
 @pytest.mark.parametrize(
     "sizes", [{"kv_budget": "50%"}, {"rank": "full"}, {"kv_budget": "50%", "rope": "intact"}]
 )
-def test_losses_are_planned_and_measured(
-    studied: tuple[Path, Statistics], tmp_path: Path, sizes: dict[str, str]
-) -> None:
+def test_planned_losses_hold(studied: tuple[Path, Statistics], tmp_path: Path, sizes: dict[str, str]) -> None:
     """Every layer's own, less the more is kept; nothing where all is; part of the record."""
     source, taken = studied
     measured = []

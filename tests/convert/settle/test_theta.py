@@ -72,9 +72,7 @@ def test_slots_meet_the_pairs_that_turn(source: Source, statistics: Statistics, 
     assert theta_of(settled) == FAST
     assert settled.request == plan.plan.request
     (said,) = (one for one in settled.notices if "rope_theta" in one)
-    assert said.startswith(
-        "rope_theta becomes 10000, which changes the rotary frequencies that engines compute"
-    )
+    assert said.startswith("rope_theta becomes 10000, which changes the rotary frequencies that engines")
 
     expected = logits(source.checkpoint.directory)
     errors = []

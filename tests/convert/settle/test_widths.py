@@ -52,9 +52,7 @@ def told(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]
     return asked
 
 
-def test_widths_are_measured_while_they_lose_less(
-    source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_widths_that_lose_less(source: Path, statistics: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(source, statistics)
     widths = sorted(plan.widths)
     at = widths.index(width_of(plan))
@@ -155,9 +153,7 @@ def test_measured_layers_stand_for_all() -> None:
         assert spread_layers(nothing, 4) == even
 
 
-def test_losses_of_many_layers_are_measured_on_those_that_lose_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_of_the_layers_that_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make(tmp_path / "source", num_key_value_heads=4, head_dim=16, num_hidden_layers=12)
     taken = study(open_source(source), "self", sequences=4, length=32, seed=0)
     plan = planned(source, taken).plan
@@ -176,9 +172,7 @@ def test_losses_of_many_layers_are_measured_on_those_that_lose_most(
     assert len(folded) <= MEASURED
 
 
-def test_what_is_measured_is_what_the_record_says(
-    source: Path, statistics: Statistics, tmp_path: Path
-) -> None:
+def test_what_is_measured_is_what_is_recorded(source: Path, statistics: Statistics, tmp_path: Path) -> None:
     plan = planned(source, statistics)
     found = measure_widths(plan)
     assert found.keys() <= plan.widths.keys()
@@ -190,9 +184,7 @@ def test_what_is_measured_is_what_the_record_says(
         assert measured == pytest.approx(loss, rel=1e-3)
 
 
-def test_convert_and_plan_choose_the_same_width(
-    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_convert_and_plan_choose_alike(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of the command, its record, and the table of `kvfold plan`."""
     kept = tmp_path / "kept.safetensors"
     options: dict[str, Any] = {"calibration": "self", "sequences": 4, "length": 32, "refine": 0}

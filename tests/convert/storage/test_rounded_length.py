@@ -25,12 +25,7 @@ SLOTS_S = torch.tensor([0.3], dtype=torch.float64)
 
 
 def levelled(mixed: bool = True) -> tuple[LatentAttention, LayerSample]:
-    """Return a layer whose latent has directions of little energy, which the length counts like others.
-
-    Args:
-        mixed: whether every feature of the input has a part in every direction; then rows that find those of
-            little energy are large differences.
-    """
+    """A layer whose latent has directions of little energy; `mixed`: each feature has a part of each."""
     width, rank, heads, head = 16, 6, 2, 4
     shapes = {
         "q_nope_NPA": (heads, head, width), "q_rope_NRA": (heads, 2, width), "down_CD": (rank, width),

@@ -17,6 +17,7 @@ from kvfold import GQA, MLA
 from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 
+from ...support.commands import run_main
 from ...support.tiny import make
 from ...support.tokenizers import save_tokenizer
 from ...support.towers import TOWERS, make_multimodal
@@ -104,26 +105,18 @@ def test_a_distilled_tower_is_put_back(llava: Path, tmp_path: Path) -> None:
 def test_what_stays_multimodal_is_neither_trained_nor_rounded(llava: Path, tmp_path: Path) -> None:
     """`kvfold convert` suggests the tower alone for training, and `kvfold quantize` refuses in one sentence."""
     words = ["convert", str(llava), "--to", "mqa", "--calibration", "none", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.stderr
-    assert "or train its text tower: kvfold convert --text-only, then" in done.stdout
+    assert "or train its text tower: kvfold convert --text-only, then" in run_main(*words).stdout
     pytest.importorskip("compressed_tensors")
-    with pytest.raises(
-        InvalidInput, match="is a multimodal checkpoint, which kvfold quantize does not round"
-    ):
+    with pytest.raises(InvalidInput, match=r"is a multimodal checkpoint, which .* does not round"):
         kvfold.quantize(tmp_path / "out", "fp8", out=tmp_path / "rounded")
 
 
 def test_the_command_names_what_it_wrote(llava: Path, tmp_path: Path) -> None:
     words = ["assemble", str(llava.with_name("llava-gqa")), str(llava), "--out"]
-    done = CliRunner().invoke(main, [*words, str(tmp_path / "text")])
-    assert done.exit_code == 0, done.stderr
-    assert f"Next: kvfold eval {tmp_path / 'text'} --text FILE" in done.stdout
+    assert f"Next: kvfold eval {tmp_path / 'text'} --text FILE" in run_main(*words, tmp_path / "text").stdout
     as_json = CliRunner().invoke(main, [*words, str(tmp_path / "json"), "--json"])
     assert json.loads(as_json.stdout)["assemble"]["command"].startswith("kvfold assemble ")
-    again = CliRunner().invoke(main, [*words, str(tmp_path / "json")])
-    assert again.exit_code == 2
-    assert "nothing is overwritten" in again.stderr
+    assert "nothing is overwritten" in run_main(*words, tmp_path / "json", code=2).stderr
 
 
 def change(directory: Path, **fields: Any) -> None:
@@ -202,9 +195,7 @@ def edited(llava: Path, place: Path, **fields: Any) -> Path:
     return tower
 
 
-def test_the_output_is_named_after_the_checkpoint(
-    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_are_named_by_source(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its record and card name the fold as the user asked for it; `~` is the user's home."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(llava.parent))

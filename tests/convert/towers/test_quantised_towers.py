@@ -66,16 +66,13 @@ NAMES = [name for name, form in FORMATS.items() if form.family == "llama"]
     [("llava", name) for name in NAMES] + [("qwen3_vl", "fp8 blocks"), ("qwen2_5_vl", "gptq"),
      ("qwen2_5_vl", "awq"), ("mistral3", "compressed fp8"), ("gemma3", "compressed int4")],
 )  # fmt: skip
-def test_attention_is_the_twins_and_the_rest_keeps_its_bytes(
-    kind: str, name: str, place: Path, tmp_path: Path
-) -> None:
+def test_attention_is_the_twins_the_rest_is_kept(kind: str, name: str, place: Path, tmp_path: Path) -> None:
     source = make_quantised(place, kind, name)
     stored = load_file(source / "model.safetensors")
     assert sum(is_attention(key) and not key.endswith("norm.weight") for key in stored) >= 8
     written = fold(source, tmp_path / "out")
     twin = fold(Path(f"{source}-twin"), tmp_path / "twin", text_only=True, dtype="bfloat16")
     tower = find_tower(source)
-    assert tower is not None
     attention = {key for key in written if is_attention(key)}
     assert {tower.names[key] for key in attention} == {key for key in twin if is_attention(key)}
     for key in attention:
@@ -93,7 +90,6 @@ def check_config(source: Path, out: Path, form: Format, attention: set[str], res
     quantised = config["quantization_config"]
     assert "quantization_config" not in config["text_config"]
     tower = find_tower(source)
-    assert tower is not None
     inside = decoder_place(source)
     folded = {key.removesuffix(".weight") for key in attention if key.endswith("_proj.weight")}
     named = folded | {f"{inside}.{tower.names[f'{key}.weight'].removeprefix('model.').removesuffix('.weight')}"
@@ -118,9 +114,7 @@ def check_config(source: Path, out: Path, form: Format, attention: set[str], res
 @pytest.mark.parametrize(
     ("kind", "name"), [("llava", name) for name in LOADED] + [("qwen3_vl", "fp8 blocks")]
 )
-def test_transformers_loads_the_output_in_its_own_class(
-    kind: str, name: str, place: Path, tmp_path: Path
-) -> None:
+def test_transformers_loads_it_in_its_own_class(kind: str, name: str, place: Path, tmp_path: Path) -> None:
     """With its own readers of quantised weights; logits, with an image, are those of the dequantised fold."""
     source = make_quantised(place, kind, name)
     fold(source, tmp_path / "out")
@@ -143,7 +137,6 @@ def test_dequantized_outputs_are_the_twins(name: str, place: Path, tmp_path: Pat
     twin = load_file(Path(f"{source}-twin") / "model.safetensors")  # quantised weights in float32
     folded = fold(Path(f"{source}-twin"), tmp_path / "twin", text_only=True, dtype="bfloat16")
     tower = find_tower(source)
-    assert tower is not None
     assert written.keys() == twin.keys()
     for key in twin:
         wanted = folded[tower.names[key]] if is_attention(key) else twin[key].to(torch.bfloat16)
@@ -301,7 +294,6 @@ def test_a_fold_is_verified_next_to_its_source(tmp_path: Path) -> None:
         source, kvfold.GQA(kv_heads=2), out=tmp_path / "out", calibration="self", sequences=2, length=16,
         verify="full",
     )  # fmt: skip
-    assert folded.verification is not None
     assert not folded.verification.failures
     assert folded.verification.measured["kl"] < 1
     assert type(folded.load(device="cpu")).__name__ == "LlavaForConditionalGeneration"

@@ -1,7 +1,4 @@
-"""Folds of multimodal checkpoints that are stopped, and what they leave.
-
-`tests/test_stopped_commands.py` stops one before every kind of operation.
-"""
+"""Folds of multimodal checkpoints that are stopped (at every operation: tests/test_stopped_commands.py)."""
 
 from pathlib import Path
 
@@ -12,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 
+from ...support.commands import run_main
 from ...support.quantised import quantise, quantised_tower
 from ...support.stops import bits
 from ...support.towers import make_multimodal
@@ -62,19 +60,15 @@ def test_a_finished_fold_outlives_a_stop_while_it_is_put_back(
     assert CliRunner().invoke(main, words(source, clean)).exit_code == 0
     stopped(words(source, place), end)
     monkeypatch.setattr("kvfold.fold_run._fold", None)
-    again = CliRunner().invoke(main, words(source, place))
-    assert again.exit_code == 0, again.stderr
+    run_main(*words(source, place))
     assert bits(place.parent) == bits(clean.parent)
 
 
 def test_a_finished_part_of_another_command_is_kept(source: Path, tmp_path: Path) -> None:
     stopped(words(source, tmp_path / "out"), KeyboardInterrupt())
     before = bits(tmp_path)
-    refused = CliRunner().invoke(main, words(source, tmp_path / "out", heads=1))
-    assert refused.exit_code == 2
-    assert (
-        "of another command, which differs in --kv-heads (was 2); give that command again" in refused.stderr
-    )
+    refused = run_main(*words(source, tmp_path / "out", heads=1), code=2)
+    assert "another command, which differs in --kv-heads (was 2); give that command again" in refused.stderr
     assert bits(tmp_path) == before
 
 
@@ -88,8 +82,7 @@ def test_what_has_changed_since_the_stop_is_made_again(name: str, source: Path, 
         file = place.with_name("out.partial") / name / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
     for out in (place, clean):
-        done = CliRunner().invoke(main, words(source, out))
-        assert done.exit_code == 0, done.stderr
+        run_main(*words(source, out))
     assert bits(place.parent) == bits(clean.parent)
 
 
@@ -99,9 +92,7 @@ def test_a_tower_that_stays_is_not_taken_for_that_of_a_changed_source(source: Pa
         patched.setattr("kvfold.fold_run._fold", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         CliRunner().invoke(main, given)
     change_text(source)
-    refused = CliRunner().invoke(main, given)
-    assert refused.exit_code == 2, refused.output
-    assert f"{tmp_path / 'out.tower'} exists and nothing is overwritten" in refused.stderr
+    assert f"{tmp_path / 'out.tower'} exists and nothing is overwritten" in run_main(*given, code=2).stderr
 
 
 @pytest.mark.parametrize("name", ["out.tower", "out.text", "out.partial"])

@@ -45,27 +45,20 @@ def groups_of(directory: Path, *targets: Any) -> dict[str, Any]:
 
 def tower_groups(source: Path) -> Any:
     tower = find_tower(source)
-    assert tower is not None
     return tower.config["quantization_config"]["config_groups"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        r"re:^model\.language_model\.layers\..*_proj$",  # the class's names, where the files have others
-        r"re:(\w*\.?)*!",  # takes for ever on any name
-        "re:a{99999999999999999999}",
-        "re:" + "(" * 5000 + ")" * 5000,
-        7,
-    ],
-)
-def test_targets_that_name_modules_become_the_towers_quantised_modules(
-    target: Any, make_source: Callable[..., Path]
-) -> None:
+@pytest.mark.parametrize("target", [
+    r"re:^model\.language_model\.layers\..*_proj$",  # the class's names, where the files have others
+    r"re:(\w*\.?)*!",  # takes for ever on any name
+    "re:a{99999999999999999999}",
+    "re:" + "(" * 5000 + ")" * 5000,
+    7,
+])  # fmt: skip
+def test_targets_become_the_towers_quantised_modules(target: Any, make_source: Callable[..., Path]) -> None:
     source = make_source("compressed fp8", "qwen2_5_vl")
     source = make_source("compressed fp8", "qwen2_5_vl", config_groups=groups_of(source, target))
     tower = find_tower(source)
-    assert tower is not None
     found = tower_groups(source)
     wanted = {ours.removesuffix(".weight_scale") for ours in tower.stored.values() if ours.endswith("_scale")}
     assert found.keys() == {GROUP}
@@ -80,10 +73,7 @@ def test_targets_that_are_classes_stay(make_source: Callable[..., Path]) -> None
 
 def test_each_module_goes_to_the_group_that_its_numbers_fit(make_source: Callable[..., Path]) -> None:
     eight, four = (make_source(name) for name in ("compressed int8", "compressed int4"))
-    both = {
-        "eight": groups_of(eight, "re:.*attn.*")[GROUP],
-        "four": groups_of(four, "re:.*mlp.*")[GROUP],
-    }
+    both = {"eight": groups_of(eight, "re:.*attn.*")[GROUP], "four": groups_of(four, "re:.*mlp.*")[GROUP]}
     found = tower_groups(make_source("compressed int4", config_groups=both))
     assert found.keys() == {"four"}
     assert "model.layers.1.mlp.up_proj" in found["four"]["targets"]
@@ -97,7 +87,6 @@ def test_each_module_goes_to_the_group_that_its_numbers_fit(make_source: Callabl
 @pytest.mark.parametrize("groups", [{"a": 1}, [1], {"a": None}])
 def test_groups_of_other_methods_are_not_read(groups: Any, make_source: Callable[..., Path]) -> None:
     tower = find_tower(make_source("fp8 blocks", config_groups=groups))
-    assert tower is not None
     assert tower.config["quantization_config"]["quant_method"] == "fp8"
 
 
@@ -121,7 +110,7 @@ def test_a_class_that_writes_no_text_is_refused_before_any_work(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_quantised_tower_belongs_to_a_quantised_checkpoint(
+def test_quantised_towers_need_quantised_checkpoints(
     make_source: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = make_source("fp8 blocks")

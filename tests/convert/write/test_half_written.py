@@ -15,6 +15,7 @@ from kvfold.convert.settle import preparation
 from kvfold.convert.write import rewrite
 from kvfold.core.work import JOURNAL
 
+from ...support.commands import run_main
 from ...support.folds import GQA, MLA, convert
 from ...support.tiny import make, same_bytes
 from ...support.warm_python import warm_python
@@ -41,26 +42,20 @@ def kill_after_two_layers(*arguments: str | Path) -> None:
     """Run a fold that is killed when its layers 0 and 1 are in the journal."""
     words = [warm_python(), "-c", KILLED, *map(str, arguments)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
         process.kill()
         process.communicate()
 
 
-def test_a_killed_run_leaves_no_output_and_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_has_no_output_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole = tmp_path / "out", tmp_path / "whole"
     assert convert(source, *MLA, out=whole).exit_code == 0
     arguments = [warm_python(), "-c", KILLED, str(source), *MLA, "--out", str(out)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"reached\n"
         # Alive, it holds the half-written directory: a second run must not mix into it.
-        second = convert(source, *MLA, out=out)
-        assert second.exit_code == 2
-        assert "another kvfold is at work in" in second.output
+        assert "another kvfold is at work in" in convert(source, *MLA, out=out, code=2).output
         with monkeypatch.context() as patched:  # and it is refused before it reads a text
             patched.setattr(preparation, "study", lambda *_, **__: pytest.fail("statistics were taken"))
             second = convert(source, "--to", "mqa", "--calibration", "self", out=out)
@@ -85,9 +80,7 @@ def test_what_a_kill_after_the_last_name_leaves_goes_with_the_next_command(tmp_p
         assert CliRunner().invoke(main, words).exit_code == 0
     assert (tmp_path / "out.partial" / JOURNAL).is_file()
     whole = Path(shutil.copytree(out, tmp_path / "whole"))
-    again = CliRunner().invoke(main, words)
-    assert again.exit_code == 2
-    assert "out exists and nothing is overwritten" in again.stderr
+    assert "out exists and nothing is overwritten" in run_main("convert", *words, code=2).stderr
     assert same_bytes(out, whole) == []
     assert not (tmp_path / "out.partial").exists()
 
@@ -98,35 +91,32 @@ def test_finished_layers_of_a_fold_with_other_options_are_kept(tmp_path: Path) -
     out, whole, partial = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
     kill_after_two_layers(source, *MLA, "--out", str(out))
     before = {path.name: path.read_bytes() for path in partial.iterdir() if path.is_file()}
-    refused = convert(source, *MLA, "--shard-size", "20KB", out=out)
-    assert refused.exit_code == 2
+    refused = convert(source, *MLA, "--shard-size", "20KB", out=out, code=2)
     assert "finished parts of another command, which differs in --shard-size; " in refused.stderr
-    other = convert(make(tmp_path / "other", num_hidden_layers=4), *MLA, out=out)
-    assert other.exit_code == 2
+    other = convert(make(tmp_path / "other", num_hidden_layers=4), *MLA, out=out, code=2)
     assert "which differs in the source" in other.stderr
     (partial / JOURNAL).rename(partial / "journal-1.jsonl")
     head = before[JOURNAL].decode().splitlines()[0]
     (partial / JOURNAL).write_text(f"{head}\n")
-    every = convert(source, *MLA, "--shard-size", "20KB", out=out)
-    assert every.exit_code == 2, "the layers of every process count"
+    convert(source, *MLA, "--shard-size", "20KB", out=out, code=2)
     (partial / "journal-1.jsonl").replace(partial / JOURNAL)
     kept = {path.name: path.read_bytes() for path in partial.iterdir() if path.is_file()}
     assert before == {name: content for name, content in kept.items() if name != "lock-1"}
     config = source / "config.json"  # as of a source that was downloaded anew
     os.utime(config, ns=(config.stat().st_atime_ns, config.stat().st_mtime_ns + 1))
-    again = convert(source, *MLA, out=out)
-    assert again.exit_code == 0
+    again = convert(source, *MLA, out=out, code=0)
     assert f"{partial} is begun anew: it was begun with other input files" in again.output
     assert convert(source, *MLA, out=whole).exit_code == 0
     assert same_bytes(out, whole) == []
 
 
-def test_other_options_are_refused_before_statistics_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_options_are_refused_before_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take hours for a large model; the same options resume, and take the same statistics."""
     source, out, whole = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", tmp_path / "whole"
-    words = [str(source), "--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4"]
+    words = [
+        str(source),
+        *["--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4", "--refine", "0"],
+    ]
     kill_after_two_layers(*words, "--out", str(out))
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "study", lambda *args, **options: pytest.fail("statistics were taken"))
@@ -150,9 +140,7 @@ def test_a_missing_shard_is_not_resumed_over(tmp_path: Path) -> None:
     assert same_bytes(out, whole) == []
 
 
-def test_finished_parts_that_have_changed_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_finished_parts_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk or another program may have changed them since the kill."""
     source = make(tmp_path / "source", num_hidden_layers=4)
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -167,8 +155,7 @@ def test_finished_parts_that_have_changed_are_written_again(
     folded = []
     fold = rewrite.fold
     monkeypatch.setattr(rewrite, "fold", lambda plan, number: (folded.append(number), fold(plan, number))[1])
-    again = convert(source, *MLA, out=out)
-    assert again.exit_code == 0
+    again = convert(source, *MLA, out=out, code=0)
     assert "finished parts of the half-written output have changed since they were written" in again.stderr
     assert folded == [1, 2, 3]
     assert same_bytes(out, whole) == []
@@ -179,8 +166,7 @@ def test_only_what_is_needed_of_a_half_written_output_is_kept(tmp_path: Path) ->
     source, partial = make(tmp_path / "source", num_hidden_layers=4), tmp_path / "out.partial"
     kill_after_two_layers(source, *MLA, "--out", str(tmp_path / "out"))
     shutil.copytree(partial, tmp_path / "kept", copy_function=os.link)
-    linked = convert(source, *MLA)
-    assert linked.exit_code == 2
+    linked = convert(source, *MLA, code=2)
     assert "model.safetensors has a second name, a hard link, which would change too; remove" in linked.stderr
     assert (tmp_path / "kept" / "model" / "model.safetensors").is_file()
     for name in ("LICENSE.old", "other_kvfold.py"):
@@ -190,14 +176,11 @@ def test_only_what_is_needed_of_a_half_written_output_is_kept(tmp_path: Path) ->
     assert not {"LICENSE.old", "other_kvfold.py"} & {path.name for path in (tmp_path / "out").iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("place", "told"),
-    [
-        ("kvfold.convert.calibration.study._collect", "1 of 1 batches were written before"),
-        ("kvfold.convert.settle.preparation.settle", "the statistics of the interrupted run are used"),
-        ("kvfold.convert.write.rewrite.fold", "the statistics of the interrupted run are used"),
-    ],
-)
+@pytest.mark.parametrize(("place", "told"), [
+    ("kvfold.convert.calibration.study._collect", "1 of 1 batches were written before"),
+    ("kvfold.convert.settle.preparation.settle", "the statistics of the interrupted run are used"),
+    ("kvfold.convert.write.rewrite.fold", "the statistics of the interrupted run are used"),
+])  # fmt: skip
 def test_text_and_statistics_survive_an_interruption(tmp_path: Path, place: str, told: str) -> None:
     """They can take longer than the fold. A rerun takes them up, and ends in the same bytes."""
     source, out, whole = make(tmp_path / "source"), tmp_path / "out", tmp_path / "whole"
@@ -216,8 +199,6 @@ def test_text_and_statistics_survive_an_interruption(tmp_path: Path, place: str,
         patched.setattr(place, interrupted)
         assert convert(source, *words, out=out).exit_code == 130
     assert (tmp_path / "out.partial").is_dir()
-    again = convert(source, *words, out=out)
-    assert again.exit_code == 0
-    assert told in again.output
+    assert told in convert(source, *words, out=out, code=0).output
     assert same_bytes(out, whole) == []
     assert not (tmp_path / "out.partial").exists()

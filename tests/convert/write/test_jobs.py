@@ -24,16 +24,12 @@ from ...support.tiny import make, same_bytes
     "options",
     [GQA, MLA, ("--to", "mla", "--rank", "9", "--length", "12", "--sequences", "4", "--refine", "3")],
 )
-def test_layers_at_once_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
+def test_layers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     """However many layers are at work, and with whatever threads torch would use."""
     source = make(tmp_path / "source", num_hidden_layers=4)
     if "--refine" in options:  # statistics may depend on threads: both folds get the same ones
         saved = tmp_path / "statistics.safetensors"
-        assert (
-            convert(source, *options, "--save-statistics", str(saved), out=tmp_path / "zero").exit_code == 0
-        )
+        convert(source, *options, "--save-statistics", str(saved), out=tmp_path / "zero", code=0)
         options = (*options[:4], "--calibration", str(saved), *options[-2:])
     assert convert(source, *options, "--jobs", "1", out=tmp_path / "one").exit_code == 0
     at_once, meeting, fold = set(), threading.Barrier(2, timeout=60), rewrite.fold
@@ -124,24 +120,18 @@ def test_a_gpu_decomposes_once_before_threads_do(monkeypatch: pytest.MonkeyPatch
         assert pool.submit(lambda: 7).result() == 7
 
 
-@pytest.mark.parametrize(
-    ("place", "remedy"),
-    [
-        ("kvfold.convert.calibration.study._collect", "one layer at a time with --layerwise"),
-        ("kvfold.convert.write.rewrite.fold", "fold fewer layers at once with --jobs 1"),
-    ],
-)
-def test_a_full_gpu_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, remedy: str
-) -> None:
+@pytest.mark.parametrize(("place", "remedy"), [
+    ("kvfold.convert.calibration.study._collect", "one layer at a time with --layerwise"),
+    ("kvfold.convert.write.rewrite.fold", "fold fewer layers at once with --jobs 1"),
+])  # fmt: skip
+def test_a_full_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, remedy: str) -> None:
     source, sizes = make(tmp_path / "source"), ("--length", "8", "--sequences", "2", "--refine", "0")
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
     monkeypatch.setattr(place, full)
-    result = convert(source, "--to", "gqa", "--kv-heads", "2", *sizes)
-    assert result.exit_code == 2
+    result = convert(source, "--to", "gqa", "--kv-heads", "2", *sizes, code=2)
     sentence = result.output.splitlines()[-1]
     assert sentence.startswith("Error: the GPU has too little memory (2.00 GiB more were needed); ")
     assert remedy in sentence

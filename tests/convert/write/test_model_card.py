@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
@@ -21,10 +20,10 @@ from kvfold.checkpoints.quality_blocks import (
     RecoveredLoss,
 )
 from kvfold.checkpoints.record import hub_id, read_record, source_directory, write_record
-from kvfold.cli import main
 from kvfold.convert.write import card_body
 from kvfold.convert.write.model_card import make_card, write_card, written_by_kvfold
 
+from ...support.commands import run_main
 from ...support.tiny import make
 
 ROOT = Path(__file__).parents[3]
@@ -70,10 +69,7 @@ def outputs(source: Path) -> dict[str, Path]:
     }
     for name, words in options.items():
         out = source.with_name(name)
-        done = CliRunner().invoke(
-            main, ["convert", str(source), *words, "--calibration", "none", "--out", str(out)]
-        )
-        assert done.exit_code == 0, done.output
+        run_main("convert", source, *words, "--calibration", "none", "--out", out)
     return {name: source.with_name(name) for name in options}
 
 
@@ -115,13 +111,9 @@ def test_the_card_says_of_each_engine_what_the_rules_say(outputs: dict[str, Path
     from kvfold.engines.rules.engine_rules import lint
 
     commands = {
-        "transformers": "from_pretrained",
-        "vllm": "vllm serve .",
-        "vllm+kvfold": "pip install kvfold",
-        "sglang": "--model-path .",
-        "llama.cpp": "convert_hf",
-        "mlx": "mlx_lm.generate",
-    }
+        "transformers": "from_pretrained", "vllm": "vllm serve .", "vllm+kvfold": "pip install kvfold",
+        "sglang": "--model-path .", "llama.cpp": "convert_hf", "mlx": "mlx_lm.generate",
+    }  # fmt: skip
     refused = 0
     for directory in outputs.values():
         sections = dict(zip(commands, card_of(directory).text.split("\n### ")[1:], strict=True))
@@ -167,11 +159,8 @@ def test_a_users_text_is_kept_and_metadata_is_merged(outputs: dict[str, Path], t
     (copy / "README.md").write_text(str(card).replace("type: kl_divergence", "type: rouge"), newline="")
     results = remade(copy, evaluated(12.0)).data.eval_results
     assert sorted((result.metric_type, result.metric_value) for result in results) == [
-        ("kl_divergence", 0.125),
-        ("perplexity", 12.0),
-        ("rouge", 0.125),
-        ("same_top1", 0.875),
-    ]
+        ("kl_divergence", 0.125), ("perplexity", 12.0), ("rouge", 0.125), ("same_top1", 0.875),
+    ]  # fmt: skip
 
 
 def test_a_text_without_metadata_is_kept_whole(outputs: dict[str, Path], tmp_path: Path) -> None:
@@ -197,7 +186,6 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
     copy = shutil.copytree(outputs["remote"], tmp_path / "copy")
     (copy / "README.md").unlink()
     record = read_record(copy)
-    assert record is not None
     source = {**record["source"], "name": "org/base", "revision": "0" * 40}
     record |= {
         "stage": "distill",
@@ -215,27 +203,25 @@ def test_a_distilled_checkpoint_tells_its_recipe(outputs: dict[str, Path], tmp_p
 
 def test_a_card_has_names_for_paths_of_its_author(outputs: dict[str, Path]) -> None:
     record = read_record(outputs["stock"])
-    assert record is not None
     record |= {
         "command": "kvfold convert /home/me/a/ --to mla --calibration '/home/me/my text.txt' --seed 0",
         "source": {**record["source"], "name": "org/base", "path": "/home/me/a", "revision": "0" * 40},
-        "distill": {"recipe": {"student": "/home/me/out/a-mla", "data": {"source": ["self", "/home/me/t"]}}},
+        "distill": {
+            "recipe": {"student": "/home/me/out/a-mla", "data": {"source": ["self", "self+/home/me/t"]}}
+        },
         "quantize": {"command": "kvfold quantize out/a --scheme int4 --out /home/me/q", "scheme": "int4"},
     }
     text = make_card(outputs["stock"], record, "tiny", "org/tiny").text
     assert "/home" not in text
     assert "$ kvfold convert org/base --to mla --calibration 'my text.txt' --seed 0\n" in text
     assert "$ kvfold quantize out/a --scheme int4 --out q\n" in text
-    assert "student: a-mla\ndata:\n  source:\n  - self\n  - t\n" in text
+    assert "student: a-mla\ndata:\n  source:\n  - self\n  - self+t\n" in text
 
 
-@pytest.mark.parametrize(
-    ("student", "output", "names"),
-    [
-        ("/m/out.partial/folded/25%", "/m/out.partial/distilled/25%", ("25%", "25%-distilled")),
-        ("out/fold", "out/fold-distilled", ("out/fold", "out/fold-distilled")),
-    ],
-)
+@pytest.mark.parametrize(("student", "output", "names"), [
+    ("/m/out.partial/folded/25%", "/m/out.partial/distilled/25%", ("25%", "25%-distilled")),
+    ("out/fold", "out/fold-distilled", ("out/fold", "out/fold-distilled")),
+])  # fmt: skip
 def test_the_commands_of_a_card_read_what_the_ones_above_write(
     outputs: dict[str, Path], student: str, output: str, names: tuple[str, str]
 ) -> None:
@@ -270,7 +256,6 @@ def test_texts_of_a_record_are_no_markup(
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "bloom", "architectures": [evil]}))
     record = read_record(copy)
-    assert record is not None
     record |= {"command": evil, "method": evil, "kvfold": evil, "dtype": evil, "quantize": {"scheme": evil}}
     record["quantize"]["command"] = evil
     rounded = {key: value for key, value in record.items() if key != "target"}
@@ -317,15 +302,12 @@ def test_the_hub_id_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hub_id({"name": "tiny", "path": "/y/tiny", "revision": None}) is None
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "wanted"),
-    [
-        ("LICENSE", "  Apache License\n  Version 2.0, January 2004", {"license": "apache-2.0"}),
-        ("LICENSE.txt", "My own terms", {"license": "other", "license_link": "LICENSE.txt"}),
-        ("config.json", '{"license": "gemma"}', {"license": "gemma"}),
-        ("README.md", "---\nlicense: [\n---\n", {}),
-    ],
-)
+@pytest.mark.parametrize(("file", "text", "wanted"), [
+    ("LICENSE", "  Apache License\n  Version 2.0, January 2004", {"license": "apache-2.0"}),
+    ("LICENSE.txt", "My own terms", {"license": "other", "license_link": "LICENSE.txt"}),
+    ("config.json", '{"license": "gemma"}', {"license": "gemma"}),
+    ("README.md", "---\nlicense: [\n---\n", {}),
+])  # fmt: skip
 def test_licences(
     outputs: dict[str, Path], tmp_path: Path, file: str, text: str, wanted: dict[str, str]
 ) -> None:
@@ -344,17 +326,8 @@ def test_what_eval_writes_is_what_the_card_reads(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def fold(cache): return cache[:, ::4]\n" * 40)
     words = ["eval", str(directory), "--teacher", str(directory), "--text", str(tmp_path / "text.txt")]
     words += ["--window", "32", "--max-windows", "2", "--out", str(directory / "eval.json"), "--json"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    run_main(*words)
     found = measured_by(directory)
-    assert found is not None
-    assert found.ppl.teacher is not None
     assert found.ppl.student.perplexity == found.ppl.teacher.perplexity
     assert found.cache.student.elements_per_token_per_layer == 256
-    assert found.fidelity is not None
     assert found.fidelity.kl.mean == pytest.approx(0, abs=1e-6)
-
-
-def test_a_text_next_to_the_sources_own_is_named_without_its_place() -> None:
-    record = {"source": {"path": "/data/source"}}
-    assert card_body._named(["self+/data/texts/a.txt", "self"], record, "x") == ["self+a.txt", "self"]

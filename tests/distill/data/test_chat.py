@@ -105,6 +105,11 @@ def tokenizer(tmp_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
 
+def learnt(tokenizer: Any, ids: Any, marks: Any) -> str:
+    shown = (tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True))
+    return "".join(shown)
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
@@ -112,11 +117,8 @@ def test_the_assistant_is_learnt_and_nobody_else(tokenizer: Any, template: str) 
         [{"role": "system", "content": "sys"}, *say("hi", "ho ho", "and", "so")], tokenizer, "a"
     )
     assert tokenizer.decode(ids) == "<s>[system]sys;[user]hi;[assistant]ho ho;[user]and;[assistant]so;"
-    learnt = "".join(
-        tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
-    )
     before, between = 1 + len("[system]sys;[user]hi;[assistant]"), len("[user]and;[assistant]")
-    assert learnt == "_" * before + "ho ho;" + "_" * between + "so;"
+    assert learnt(tokenizer, ids, marks) == "_" * before + "ho ho;" + "_" * between + "so;"
     assert [int(mark & START) for mark in marks] == [START] + [0] * (len(ids) - 1)
 
 
@@ -141,10 +143,10 @@ def test_the_assistant_may_speak_first(tokenizer: Any, template: str) -> None:
     talk = [{"role": "assistant", "content": "a b"}, *say("hi", "ho")]
     ((ids, marks),) = conversation(talk, tokenizer, "a")
     assert tokenizer.decode(ids) == "<s>[assistant]a b;[user]hi;[assistant]ho;"
-    learnt = "".join(
-        tokenizer.decode(id) if mark & SCORED else "_" for id, mark in zip(ids, marks, strict=True)
+    assert (
+        learnt(tokenizer, ids, marks)
+        == "_" * len("s[assistant]") + "a b;" + "_" * len("[user]hi;[assistant]") + "ho;"
     )
-    assert learnt == "_" * len("s[assistant]") + "a b;" + "_" * len("[user]hi;[assistant]") + "ho;"
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -157,10 +159,7 @@ def test_a_template_that_renders_too_much_is_refused(tokenizer: Any, template: s
 def test_conversations_that_a_template_refuses_are_left_out(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One does not stop a run, which says which it is.
-
-    Where all are refused, reading ends before the source does.
-    """
+    """One does not stop a run; where all are refused, reading ends before the source does."""
     tokenizer.chat_template = STRICT
     seen: list[Any] = []
     rows: list[Any] = [say("q", "a")[::-1], say("q", "b"), say("q", "c"), {"role": [], "content": []}]
@@ -180,17 +179,14 @@ def test_conversations_that_a_template_refuses_are_left_out(
     assert len(seen) < 100
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "text",
-        [{"from": "human", "value": "q"}],
-        [{"role": None, "content": "q"}],
-        {"role": ["user"], "content": ["a", "b"]},
-        [*say("q"), {"role": "assistant", "content": 1}],
-    ],
-)
-def test_one_unusable_row_does_not_end_a_run(
+@pytest.mark.parametrize("row", [
+    "text",
+    [{"from": "human", "value": "q"}],
+    [{"role": None, "content": "q"}],
+    {"role": ["user"], "content": ["a", "b"]},
+    [*say("q"), {"role": "assistant", "content": 1}],
+])  # fmt: skip
+def test_an_unusable_row_is_left(
     row: Any, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer.chat_template = TYPED
@@ -226,7 +222,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path, tokenizer: Any)
         keys = {field: "text" if field == "text_field" else "talk"}
         data = Data(source=str(tmp_path / "a.jsonl"), seq_len=32, **keys)
         with pytest.raises(
-            InvalidInput, match=r"a\.jsonl: the tokenizer of .* gives id 258 \('<pad>'\), but the model has"
+            InvalidInput, match=r"a\.jsonl: the tokenizer .* gives id 258 \('<pad>'\), but .* has"
         ):
             write_tokens(tmp_path / "tokens.bin", data, tokenizer, 10, vocabulary=258)
         assert not (tmp_path / "tokens.bin").exists()
@@ -289,9 +285,7 @@ def test_windows_are_filled_with_what_fits() -> None:
     assert (marks[[19, 39, 40]] == START).all()
 
 
-def test_long_and_silent_conversations(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_and_silent_talks(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer.chat_template = PLAIN
     rows = [say("q", "a" * 50), say("q" * 60, "a"), say("q"), say("q", "a")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
@@ -308,27 +302,17 @@ def test_mistakes_about_chat_are_named(tmp_path: Path, tokenizer: Any) -> None:
     talks = [say("q", "a", "q", "a")]
     for template, rows, message in (
         (None, talks, "has no chat template, which defines how a conversation is written"),
-        (
-            SILENT,
-            talks,
-            "leaves out what message 2 of the conversation .* says, so there is nothing to learn",
-        ),
-        (
-            STRICT,
-            [say("q", "a")[::-1]],
-            r"cannot render the conversation .* begins with \{.*\"a\"\}: the user speaks",
-        ),
+        (SILENT, talks, "leaves out what message 2 of the conversation .* says, so there is nothing to learn"),
+        (STRICT, [say("q", "a")[::-1]],
+         r"cannot render the conversation .* begins with \{.*\"a\"\}: the user speaks"),
         ("{{ 1 / 0 }}", talks, "cannot render the conversation .*: division by zero"),
-        (
-            "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
-            talks,
-            "cannot render the conversation .*recursion",
-        ),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", talks,
+         "cannot render the conversation .*recursion"),
         (PLAIN, [{"role": ["user"], "content": ["a", "b"]}], "it should be a list of {role, content}"),
         (PLAIN, ["text"], "a row's 'talk' is 'text'; it should be a list of {role, content}"),
         (PLAIN, [[{"from": "human", "value": "q"}]], "it should be a list of {role, content}"),
         (PLAIN, [say("q"), say("r")], "none of its 2 conversations has a word of the assistant's"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"talk": row}) + "\n" for row in rows))
         tokenizer.chat_template = template
         data = Data(source=str(tmp_path / "a.jsonl"), messages_field="talk", seq_len=32)

@@ -1,7 +1,4 @@
-"""The order of data is a pure function of (seed, index).
-
-What is learnt of a document is what its packing says.
-"""
+"""The order of data is a pure function of (seed, index); what is learnt is what the packing says."""
 
 import bz2
 import gzip
@@ -176,22 +173,6 @@ def test_a_long_document_is_written_in_parts(
     assert len(found[0][1]) == 150 * 8 + 1
 
 
-def test_the_stream_of_old_is_the_stream_of_today(tmp_path: Path, student: Path, text: Path) -> None:
-    data = Data(source=str(text), seq_len=32, packing="stream", seed=2)
-    batch = (
-        write(tmp_path, data, AutoTokenizer.from_pretrained(student), 40),
-        open_windows(tmp_path / "tokens.bin", data),
-    )
-    (tokens, _), windows = batch
-    order = np.random.default_rng([2, 0]).permutation(len(windows))
-    for cursor, place in enumerate(order):
-        window = torch.from_numpy(tokens[place * 32 : place * 32 + 33].astype(np.int64))
-        got = windows.batch([cursor])
-        assert torch.equal(got.input_ids_BS[0], window[:-1])
-        assert torch.equal(got.labels_BS[0], window[1:])
-        assert torch.equal(got.position_ids_BS[0], torch.arange(32))
-
-
 def test_every_kind_of_file(tmp_path: Path, student: Path) -> None:
     lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in ("first", "second", ""))
     (tmp_path / "many").mkdir()
@@ -238,9 +219,7 @@ def test_a_mixture_of_texts_is_written_by_weight(tmp_path: Path, student: Path) 
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "marks.bin"])
-def test_tokens_that_have_changed_are_not_resumed_from(
-    tmp_path: Path, with_eos: PreTrainedTokenizerFast, name: str
-) -> None:
+def test_changed_tokens_are_not_resumed(tmp_path: Path, with_eos: PreTrainedTokenizerFast, name: str) -> None:
     data = Data(source="stdlib", seq_len=16)
     write(tmp_path, data, with_eos, 10)
     open_windows(tmp_path / "tokens.bin", data, len(with_eos))
@@ -250,9 +229,7 @@ def test_tokens_that_have_changed_are_not_resumed_from(
         open_windows(tmp_path / "tokens.bin", data, len(with_eos))
 
 
-def test_text_that_the_teacher_writes(
-    tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast
-) -> None:
+def test_text_the_teacher_writes(tmp_path: Path, teacher: Path, with_eos: PreTrainedTokenizerFast) -> None:
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
     data = Data(source="self", seq_len=32, seed=3)
     tokens, marks = write(tmp_path, data, with_eos, 40, model)
@@ -320,17 +297,14 @@ def test_mistakes_about_data_are_named(tmp_path: Path, student: Path, text: Path
     rows: list[tuple[str, dict[str, str], str]] = [
         ("a.jsonl", {}, "has no field 'text'; data.text_field can be body, n"),
         ("a.jsonl", {"text_field": "n"}, "holds no text"),
-        (
-            "a.jsonl",
-            {"text_field": "body"},
-            "holds 5 tokens in 1 document, but one window of data.seq_len 16 takes 17",
-        ),
+        ("a.jsonl", {"text_field": "body"},
+         "holds 5 tokens in 1 document, but one window of data.seq_len 16 takes 17"),
         ("bad.jsonl", {}, "cannot be read: line 1 is not JSON"),
         ("none.jsonl", {}, "is neither a file of .*.jsonl.* here nor an org/name on the Hub"),
         ("a.pdf", {}, "is of no known kind"),
         ("empty.jsonl", {}, "holds (no documents|0 tokens)"),
         ("self", {}, "data.source self is text that the teacher writes, but this run has no teacher"),
-    ]
+    ]  # fmt: skip
     compressed = [f"{kind}.jsonl.{name}" for kind in ("cut", "damaged") for name in ("xz", "gz", "bz2")]
     for name, keys, message in [*rows, *((file, {}, "cannot be read: ") for file in compressed)]:
         here = {"source": name if name == "self" else str(tmp_path / name), **keys}

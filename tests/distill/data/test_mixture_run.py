@@ -1,7 +1,4 @@
-"""A run on a mixture, part of which its teacher writes.
-
-Stopped, resumed and shared among processes it reads the same.
-"""
+"""A run on a mixture, part of which its teacher writes, reads the same however it is stopped and shared."""
 
 import itertools
 import os

@@ -1,7 +1,4 @@
-"""A look at the first documents before a run.
-
-Mistakes in one sentence, an estimate of how much there is, little is read.
-"""
+"""A look at the first documents before a run: mistakes in one sentence, and an estimate of the amount."""
 
 import gzip
 import json
@@ -23,8 +20,8 @@ from ...support.distillation import command, write_recipe
 from ..conftest import MakeRecipe
 
 
-def check(recipe: Recipe, tmp_path: Path, *words: str) -> Result:
-    return command("validate", write_recipe(recipe, tmp_path / "recipe.yaml"), *words)
+def check(recipe: Recipe, tmp_path: Path, *words: str, code: int | None = None) -> Result:
+    return command("validate", write_recipe(recipe, tmp_path / "recipe.yaml"), *words, code=code)
 
 
 def lines(count: int, field: str = "text") -> str:
@@ -33,32 +30,25 @@ def lines(count: int, field: str = "text") -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", "", "a.jsonl holds no documents"),
-        ("a.jsonl", '{"text": ""}\n' * 3, "a.jsonl holds no documents"),
-        ("a.jsonl", lines(9, "body"), "has no field 'text'; data.text_field can be body"),
-        ("a.jsonl", '{"text": 7}\n' * 9, "the field 'text' holds no text"),
-        ("a.jsonl", '{"text": "a', "a.jsonl cannot be read: "),
-        (
-            "a.jsonl",
-            '{"text": "short"}\n',
-            "holds 6 tokens in 1 document, but one window of data.seq_len 32 takes 33",
-        ),
-        ("a.txt", "", "a.txt holds no documents"),
-        ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: it is not UTF-8 text (byte 3); save it as UTF-8"),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read: "),
-        ("a.parquet", "no parquet", "a.parquet cannot be read: "),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.jsonl", "", "a.jsonl holds no documents"),
+    ("a.jsonl", '{"text": ""}\n' * 3, "a.jsonl holds no documents"),
+    ("a.jsonl", lines(9, "body"), "has no field 'text'; data.text_field can be body"),
+    ("a.jsonl", '{"text": 7}\n' * 9, "the field 'text' holds no text"),
+    ("a.jsonl", '{"text": "a', "a.jsonl cannot be read: "),
+    ("a.jsonl", '{"text": "short"}\n',
+     "holds 6 tokens in 1 document, but one window of data.seq_len 32 takes 33"),
+    ("a.txt", "", "a.txt holds no documents"),
+    ("a.txt", b"caf\xe9 " * 99, "a.txt cannot be read: it is not UTF-8 text (byte 3); save it as UTF-8"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read: "),
+    ("a.parquet", "no parquet", "a.parquet cannot be read: "),
+])  # fmt: skip
 def test_what_cannot_be_trained_on_is_told(
     make_recipe: MakeRecipe, tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     file = tmp_path / name
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    result = check(make_recipe(data={"source": str(file), "seq_len": 32}), tmp_path)
-    assert result.exit_code == 2, result.output
+    result = check(make_recipe(data={"source": str(file), "seq_len": 32}), tmp_path, code=2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("Error: recipe.yaml: data.source")
@@ -80,9 +70,7 @@ def test_conversations_are_rendered(make_recipe: MakeRecipe, student: Path, tmp_
     assert (result.exit_code, "it should be a list of {role, content}" in result.stderr) == (2, True)
 
 
-def test_conversations_that_a_template_refuses_may_be_the_first(
-    make_recipe: MakeRecipe, student: Path, tmp_path: Path
-) -> None:
+def test_the_first_conversations_are_refused(make_recipe: MakeRecipe, student: Path, tmp_path: Path) -> None:
     data, talker = tmp_path / "chat.jsonl", tmp_path / "talker"
     shutil.copytree(student, talker)
     refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -96,24 +84,17 @@ def test_conversations_that_a_template_refuses_may_be_the_first(
     result = check(recipe, tmp_path)
     assert (result.exit_code, "no system role" in result.stderr) == (2, True)
     data.write_text(bad * 2000 + (json.dumps({"messages": good}) + "\n") * 2000)
-    result = check(recipe, tmp_path)
-    assert result.exit_code == 0, result.output
+    result = check(recipe, tmp_path, code=0)
     assert "all of the first 64 conversations cannot be trained on and are left out" in result.stderr
     row = json.dumps({"messages": good}) + "\n"
     data.write_text(row * 9 + json.dumps({"messages": "no conversation"}) + "\n" + row * 591)
-    result = check(recipe, tmp_path)
-    assert result.exit_code == 0, result.output
+    result = check(recipe, tmp_path, code=0)
     assert "1 of the first 64 conversations cannot be trained on and are left out" in result.stderr
     assert "a row's 'messages' is 'no conversation'; it should be a list of {role, content}" in result.stderr
 
 
-def test_a_token_that_the_student_lacks_is_told(
-    make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path
-) -> None:
-    """A tokenizer with one entry more than the model, in text that is trained on or held out.
-
-    To pad with it is no mistake.
-    """
+def test_an_unknown_token(make_recipe: MakeRecipe, student: Path, teacher: Path, tmp_path: Path) -> None:
+    """One entry more than the model, in text that is trained on or held out; to pad with it is no mistake."""
     models = {}
     for role, directory in (("student", student), ("teacher", teacher)):
         models[role] = str(tmp_path / role)
@@ -134,8 +115,7 @@ def test_a_token_that_the_student_lacks_is_told(
         {"data": {"source": bad, "seq_len": 32}},
         {"data": {"source": good, "seq_len": 32}, "evaluate": {"source": bad}},
     ):
-        result = check(make_recipe(**models, **keys), tmp_path)
-        assert result.exit_code == 2, result.output
+        result = check(make_recipe(**models, **keys), tmp_path, code=2)
         assert "gives id 258" in result.stderr
         assert len(result.stderr.splitlines()) == 1
         with pytest.raises(InvalidInput, match="gives id 258"):
@@ -153,8 +133,7 @@ def test_about_how_much_there_is(make_recipe: MakeRecipe, tmp_path: Path) -> Non
     recipe = make_recipe(
         data={"source": f"{tmp_path}/*.jsonl", "seq_len": 32}, tokens="1M", batch_tokens=1024
     )
-    result = check(recipe, tmp_path, "--json")
-    assert result.exit_code == 0, result.output
+    result = check(recipe, tmp_path, "--json", code=0)
     told = json.loads(result.stdout)
     ((sentence,),) = told["notes"].values()
     about = int(sentence.split(" holds about ")[1].split(" tokens")[0].replace(",", ""))
@@ -193,20 +172,14 @@ def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
     assert (len(sample.values), sample.share) == (64, 0.25)
 
 
-@pytest.mark.parametrize(
-    ("source", "content", "message"),
-    [
-        ("held.txt", "", "held.txt holds no text; an evaluation needs"),
-        (
-            "held.txt",
-            "a few words",
-            "held.txt has 11 tokens, but a window of 32 takes 31 of them; evaluate.seq_len 12 would fit",
-        ),
-        ("held.jsonl", lines(3, "body"), "has no field 'text'; evaluate.text_field can be body"),
-        ("nowhere", None, "evaluate.source nowhere is not a file; name a text, or stdlib"),
-        ("held.txt", "TRAIN", "is trained on: "),
-    ],
-)
+@pytest.mark.parametrize(("source", "content", "message"), [
+    ("held.txt", "", "held.txt holds no text; an evaluation needs"),
+    ("held.txt", "a few words",
+     "held.txt has 11 tokens, but a window of 32 takes 31 of them; evaluate.seq_len 12 would fit"),
+    ("held.jsonl", lines(3, "body"), "has no field 'text'; evaluate.text_field can be body"),
+    ("nowhere", None, "evaluate.source nowhere is not a file; name a text, or stdlib"),
+    ("held.txt", "TRAIN", "is trained on: "),
+])  # fmt: skip
 def test_held_out_text_is_looked_at(
     make_recipe: MakeRecipe, text: Path, tmp_path: Path, source: str, content: str | None, message: str
 ) -> None:
@@ -215,8 +188,7 @@ def test_held_out_text_is_looked_at(
         train = "\n".join(json.loads(line)["text"] for line in text.read_text().splitlines()[:9])
         (tmp_path / source).write_text(content.replace("TRAIN", train), encoding="utf-8")
     place = str(tmp_path / source) if content is not None else source
-    result = check(make_recipe(evaluate={"source": place, "windows": 4}), tmp_path)
-    assert result.exit_code == 2, result.output
+    result = check(make_recipe(evaluate={"source": place, "windows": 4}), tmp_path, code=2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 

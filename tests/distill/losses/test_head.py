@@ -58,9 +58,7 @@ def test_a_form_that_the_configuration_does_not_tell_is_refused(tmp_path: Path) 
     loaded.model.config.logits_scaling = 2.9
     loaded.model.config.logit_scale = 2.0
     assert head_form(loaded.model).scale == pytest.approx(2.0 / 2.9)
-    with pytest.raises(
-        InvalidInput, match=r"\(GraniteForCausalLM\) scales or caps its logits .* in a way of its own"
-    ):
+    with pytest.raises(InvalidInput, match=r"\(GraniteForCausalLM\) scales .* logits .* in a way of its own"):
         check_head(loaded, torch.arange(8)[None])
 
 

@@ -56,12 +56,9 @@ def test_the_teacher_is_a_constant_sums_are_wide_and_widths_must_agree(loss: typ
     value, _ = loss(student, teacher)
     value.backward()
     assert value.dtype == torch.float32
-    assert student.grad is not None
     assert student.grad.any()
     assert teacher.grad is None
-    with pytest.raises(
-        InvalidInput, match=rf"{loss.__name__} compares .* have 5 numbers and the teacher's 4; use kl"
-    ):
+    with pytest.raises(InvalidInput, match=rf"{loss.__name__} compares .* have 5 .* the teacher's 4; use kl"):
         loss(student, torch.zeros(6, 4))
 
 
@@ -84,9 +81,7 @@ def dense_relation(student: Tensor, teacher: Tensor, position_ids: Tensor, score
 @pytest.mark.parametrize("block", [1, 3, 100])
 @pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("scored", [None, SCORED])
-def test_relations_in_blocks_of_rows_are_the_dense_ones(
-    block: int, positions: Tensor | None, scored: Tensor | None
-) -> None:
+def test_relations_in_blocks_are_dense(block: int, positions: Tensor | None, scored: Tensor | None) -> None:
     ours, theirs = (drawn(2, 3, 7, 4).requires_grad_() for _ in range(2))
     teacher = drawn(2, 3, 7, 6, seed=1)
     value, count = attention_relation(ours, teacher, position_ids_BS=positions, scored_BS=scored, block=block)

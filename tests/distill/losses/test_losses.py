@@ -29,9 +29,7 @@ from ...support.dense_losses import (
 @pytest.mark.parametrize("chunk", [1, 4, 13, 100])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_chunked_equals_dense_in_value_and_gradients(
-    name: LossName, chunk: int, bias: bool, dtype: torch.dtype
-) -> None:
+def test_chunked_equals_dense(name: LossName, chunk: int, bias: bool, dtype: torch.dtype) -> None:
     ours, theirs, teacher = (predictions(seed, bias=bias, dtype=dtype) for seed in (0, 0, 1))
     value = chunked(name, ours, teacher, chunk=chunk)
     expected = dense(name, theirs, teacher)
@@ -92,15 +90,12 @@ def test_jsd_where_probabilities_underflow(beta: float) -> None:
     value.backward()
     # Each token is sure of another: β ln(1/β) + (1 - β) ln(1/(1 - β)).
     assert value.item() == pytest.approx(-beta * math.log(beta) - (1 - beta) * math.log(1 - beta), rel=1e-6)
-    assert student.weight_VD.grad is not None
     assert student.weight_VD.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(
-    name: LossName, is_autocast: bool
-) -> None:
+def test_a_student_equal_to_its_teacher_has_no_loss(name: LossName, is_autocast: bool) -> None:
     student, teacher = (predictions(0, dtype=torch.float32, soft_cap=2.0) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         value = chunked(name, student, teacher, beta=0.3, temperature=2.0)
@@ -112,9 +107,7 @@ def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_mixture_is_the_weighted_sum_over_one_set_of_logits(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_is_a_sum_over_one_logits(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs, teacher = predictions(0), predictions(0), predictions(1)
     weights = {"kl": 0.7, "ce": 0.1, "jsd": 0.5, "reverse_kl": 0.2, "hidden_mse": 0.0}
     made: list[slice] = []
@@ -147,7 +140,6 @@ def test_a_mixture_measures_the_student_on_the_way(weights: dict[LossName, float
     if not weights:
         loss.backward()
         assert loss == 0
-        assert student.weight_VD.grad is not None
         assert not student.weight_VD.grad.any()
 
 
@@ -163,13 +155,8 @@ def test_without_a_teacher_there_is_cross_entropy() -> None:
 @pytest.mark.parametrize("name", VOCABULARY)
 @pytest.mark.parametrize(("student_width", "teacher_width"), [(V, V + 3), (V + 3, V)])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_padded_vocabularies(
-    name: LossName, student_width: int, teacher_width: int, temperature: float
-) -> None:
-    """Models are compared over the logits that both have.
-
-    Cross entropy to the text is over all that a model has.
-    """
+def test_a_padded_head(name: LossName, student_width: int, teacher_width: int, temperature: float) -> None:
+    """Models are compared over the logits that both have; cross entropy is over all of a model's."""
     ours, theirs = predictions(0, width=student_width), predictions(0, width=student_width)
     teacher = predictions(1, width=teacher_width)
     weights = {"ce": 0.3, name: 0.7}

@@ -1,8 +1,4 @@
-"""The templates of recipes/launch, with local processes in place of machines.
-
-One run begins under SLURM, which sends it back to its queue, resumes under SkyPilot, where a process is
-killed, and ends under Kubernetes: the same bits as without a stop under torchrun's template.
-"""
+"""The templates of recipes/launch, with local processes for machines: the bits of a run without a stop."""
 
 import json
 import os
@@ -118,10 +114,7 @@ def end(processes: Sequence[Any]) -> list[int]:
 
 
 def kill(processes: Sequence[Any]) -> str:
-    """Kill processes with all that they started, and return what they had printed.
-
-    Launchers give their workers sessions of their own.
-    """
+    """Kill processes with all that they started (launchers begin sessions), and return what they printed."""
     trees = [psutil.Process(process.pid) for process in processes if process.poll() is None]
     for member in [one for tree in trees for one in (tree, *tree.children(recursive=True))]:
         with suppress(psutil.NoSuchProcess):
@@ -185,15 +178,12 @@ def test_a_run_that_is_stopped_and_moves_gives_the_same_bits(
     port = free_port()
     settings = [
         {
-            "RECIPE": str(moved),
-            "PORT": port,
-            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
-            "SKYPILOT_NUM_NODES": str(MACHINES),
-            "SKYPILOT_NODE_RANK": str(rank),
+            "RECIPE": str(moved), "PORT": port, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+            "SKYPILOT_NUM_NODES": str(MACHINES), "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         }
         for rank in range(MACHINES)
-    ]
+    ]  # fmt: skip
     machines = on_each_machine(command, settings, programs)
     wait_for_step(partial, 9, machines)
     kill(machines)
@@ -201,12 +191,9 @@ def test_a_run_that_is_stopped_and_moves_gives_the_same_bits(
 
     _, command = kubernetes()
     same = {
-        "RECIPE": str(moved),
-        "NODES": str(MACHINES),
-        "PROCESSES": "1",
-        "PORT": free_port(),
+        "RECIPE": str(moved), "NODES": str(MACHINES), "PROCESSES": "1", "PORT": free_port(),
         "HOST": "127.0.0.1",
-    }
+    }  # fmt: skip
     pods = on_each_machine(
         command, [{**same, "JOB_COMPLETION_INDEX": str(n)} for n in range(MACHINES)], programs
     )
@@ -241,7 +228,6 @@ def test_conversion_by_an_array_is_a_right_command(programs: Path, tmp_path: Pat
     assert one == other
     assert one[:5] == ["torchrun", "--nnodes", "2", "--nproc_per_node", "2"]
     words = kvfold_words(shlex.join(one))
-    assert words is not None
     check_words(words)
     assert words[words.index("--out") + 1].endswith(f"-{task}")
 

@@ -1,6 +1,4 @@
-"""Weights given to a model a unit at a time are those that transformers loads, whatever it renames, fuses,
-ties or computes.
-"""
+"""Weights given to a model a unit at a time are those that transformers loads, whatever it changes."""
 
 import os
 from collections.abc import Iterator
@@ -37,18 +35,9 @@ CPU = torch.device("cpu")
 # What transformers does on the way: ties, buffers of its own, transposed and fused tensors, experts stacked,
 # tables in float32.
 FAMILIES = [
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "falcon",
-    "phi3",
-    "gemma2",
-    "gemma3_text",
-    "mixtral",
-    "qwen3_moe",
+    "llama", "gpt2", "gpt_neox", "gptj", "falcon", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
     "gpt_oss",
-]
+]  # fmt: skip
 
 
 def filled(directory: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
@@ -63,10 +52,7 @@ def filled(directory: Path, dtype: torch.dtype = torch.float32, **how: Any) -> A
 
 
 def check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """The same weights and buffers, of the same dtype, under the same names, tied alike.
-
-    Nothing without a value.
-    """
+    """The same weights and buffers, of the same dtype, under the same names, tied alike, all with a value."""
     for kind in ("named_parameters", "named_buffers"):
         mine, its = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (ours, theirs))
         assert mine.keys() == its.keys()
@@ -83,8 +69,9 @@ def latent(teacher: Path) -> Path:
     return fold_latent(teacher, "--kv-budget", "50%", *stock, "--dtype", "float32")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), ("gemma3_text", torch.bfloat16)]
+)
 def test_units_are_what_transformers_loads(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     directory = make(
         tmp_path / "model",
@@ -111,9 +98,7 @@ def test_a_base_models_names_are_found(teacher: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("container", ["stock", "remote"])
-def test_folds_are_opened_for_training_as_when_loaded_whole(
-    container: str, teacher: Path, latent: Path
-) -> None:
+def test_folds_are_opened_for_training_as_if_whole(container: str, teacher: Path, latent: Path) -> None:
     directory = latent
     if container == "remote":
         directory = fold_latent(teacher, "--kv-budget", "50%", "--container", container)
@@ -164,9 +149,7 @@ def published(student: nn.Module, start: Path, place: Path) -> tuple[dict[str, T
 
 
 @pytest.mark.parametrize("container", ["llama", "gpt2", "gemma2", "stock", "deepseek"])
-def test_publishing_weights_that_were_not_trained_gives_the_checkpoint_back(
-    container: str, latent: Path, tmp_path: Path
-) -> None:
+def test_publishing_untrained_weights_gives_it_back(container: str, latent: Path, tmp_path: Path) -> None:
     """Tied, transposed, linearised, with a buffer that is in the file: every tensor in its own dtype."""
     if container == "stock":
         directory = latent
@@ -204,9 +187,7 @@ def test_publishing_keeps_what_short_training_changed(tmp_path: Path) -> None:
 
 
 def make_deepseek(directory: Path) -> Path:
-    """With experts, which transformers keeps in other tensors than its files, and a gate whose buffer is in
-    the file.
-    """
+    """With experts, which transformers fuses, and a gate whose buffer is in the file."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=258, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
@@ -260,9 +241,7 @@ def test_a_nan_is_refused(tmp_path: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        InvalidInput, match=r"up_proj.weight of .* holds NaN or infinite values; the checkpoint is damaged"
-    ):
+    with pytest.raises(InvalidInput, match=r"up_proj.weight of .* holds NaN or infinite values; .* damaged"):
         filled(directory)
 
 
@@ -332,9 +311,7 @@ def work(rank: int, directory: Path, teacher: str, students: dict[str, str], rec
 
 
 def check_shards(units: Measured, theirs: nn.Module) -> None:
-    """Every weight in shards that together are the whole, and never more in memory than half of the model
-    and a unit.
-    """
+    """Every weight is in shards, and never more in memory than half of the model and a unit."""
     expected = dict(theirs.named_parameters(remove_duplicate=False))
     assert units.model.state_dict().keys() == theirs.state_dict().keys()
     for name, weight in units.model.named_parameters():

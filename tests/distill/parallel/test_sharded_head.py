@@ -1,7 +1,4 @@
-"""Two processes, each with half of the tokens and half of every weight.
-
-Gradients are those of one process with all.
-"""
+"""Two processes, each with half of the tokens and weights: gradients are those of one process with all."""
 
 from pathlib import Path
 from typing import Any
@@ -41,12 +38,9 @@ class Loss(nn.Module):
 def build(is_tied: bool) -> tuple[Any, Batch, Predictions]:
     torch.manual_seed(0)
     size = {
-        "vocab_size": 59,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
+        "vocab_size": 59, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2,
-    }
+    }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=is_tied)).eval()
     ids = torch.randint(59, (4, LENGTH + 1))
     batch = Batch(ids[:, :-1], ids[:, 1:], torch.arange(LENGTH).expand(4, LENGTH))

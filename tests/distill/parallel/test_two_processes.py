@@ -19,9 +19,7 @@ STAGES = [{**STAGE, "name": "first", "train": "attention"}, {**STAGE, "name": "s
 
 
 def check_equal(one: Path, other: Path, student: str) -> None:
-    """The same losses and gradients step by step, and the same weights, which are not those of the
-    beginning.
-    """
+    """The same losses and gradients step by step, and the same weights, which are not the first ones."""
     for mine, theirs in zip(metrics(one), metrics(other), strict=True):
         assert mine["ce"] == pytest.approx(theirs["ce"], rel=1e-5)
         assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
@@ -54,10 +52,7 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
     float32_models: dict[str, str],
     alone: Path,
 ) -> None:
-    """In the middle of the second stage, with its optimizer at work.
-
-    From shards to the whole, and from the whole to shards.
-    """
+    """In the middle of the second stage, from shards to the whole, and from the whole to shards."""
     recipe = make_recipe(
         output=str(tmp_path / "together"), stages=STAGES, save={"every": 1}, **float32_models
     )

@@ -1,7 +1,4 @@
-"""The working directory next to the output.
-
-What is not kvfold's is not touched, and a refused recipe leaves nothing.
-"""
+"""The working directory next to the output: only kvfold's is touched, and a refused recipe leaves nothing."""
 
 import json
 from pathlib import Path
@@ -20,9 +17,7 @@ def content(directory: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
-def test_an_empty_directory_and_what_a_kill_left_are_taken_over(
-    make_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_empty_directories_and_what_a_kill_left_are_taken(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "one.partial").mkdir(mode=0o700)
     (tmp_path / "two.partial" / "state" / "step-00000001.partial").mkdir(parents=True)
     for name in ("lock", "tokens.bin", "tokens.bin.partial", "metrics.jsonl", "metrics.jsonl.partial"):
@@ -46,9 +41,7 @@ def test_what_somebody_puts_there_meanwhile_stays(
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["notes"]
 
 
-def test_a_refused_recipe_leaves_nothing(
-    make_recipe: MakeRecipe, teacher: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_refusal_leaves_none(make_recipe: MakeRecipe, teacher: Path, text: Path, tmp_path: Path) -> None:
     other, data = another(teacher, tmp_path / "other", last="stop"), tmp_path / "bad.jsonl"
     data.write_text(json.dumps({"body": "x" * 100}))
     before = content(tmp_path)
@@ -58,11 +51,9 @@ def test_a_refused_recipe_leaves_nothing(
         ({"teacher": str(other)}, "different tokenizers"),
         # Each step multiplies weights by about -10,000; which of the ten overflows first depends on the
         # processor.
-        (
-            {"lr": 100, "weight_decay": 100, "grad_clip": None, "warmup": 0},
-            r"stage kl diverged: the gradient of step \d+ is (nan|inf); use",
-        ),
-    ):
+        ({"lr": 100, "weight_decay": 100, "grad_clip": None, "warmup": 0},
+         r"stage kl diverged: the gradient of step \d+ is (nan|inf); use"),
+    ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
             distill(make_recipe(output=str(tmp_path / "new" / "deep" / "out"), **changes))
         assert content(tmp_path) == before
@@ -78,6 +69,5 @@ def test_a_refusal_keeps_what_was_saved(make_recipe: MakeRecipe, tmp_path: Path)
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc, where nobody can make a directory")
 def test_a_place_that_cannot_be_written_is_one_sentence(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    result = command(write_recipe(make_recipe(output="/proc/x"), tmp_path / "recipe.yaml"))
-    assert result.exit_code == 2
+    result = command(write_recipe(make_recipe(output="/proc/x"), tmp_path / "recipe.yaml"), code=2)
     assert "Error: cannot write /proc/x" in result.stderr.splitlines()[-1]

@@ -1,7 +1,4 @@
-"""`distill validate` and `distill explain`.
-
-What they find, what they say, and that running a recipe is as it was.
-"""
+"""`distill validate` and `distill explain`: what they find, what they say, and that a run stays as it was."""
 
 import json
 import shutil
@@ -31,13 +28,11 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(file.read_text().replace("lr:", "rate:"), encoding="utf-8")
     assert (command("validate", file).exit_code, command("validate", file).stdout) == (0, f"{file}: valid\n")
-    result = command("validate", wrong, file, tmp_path / "none.yaml")
-    assert result.exit_code == 2
+    result = command("validate", wrong, file, tmp_path / "none.yaml", code=2)
     assert result.stdout == f"{file}: valid\n"
     assert "Error: wrong.yaml: unknown key 'rate' in stages[0]" in result.stderr
     assert "none.yaml cannot be read" in result.stderr
-    result = command("validate", "--json", wrong, file)
-    assert result.exit_code == 2
+    result = command("validate", "--json", wrong, file, code=2)
     found = json.loads(result.stdout)["recipes"]
     assert found[str(file)] is None
     assert "unknown key" in found[str(wrong)]
@@ -45,26 +40,23 @@ def test_validate_tells_of_every_file(file: Path, tmp_path: Path) -> None:
     assert command("validate").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory, and not a Hub id"),
-        ("teacher=/nowhere", "teacher /nowhere is not a directory, and not a Hub id of the form"),
-        ("student=TORN", "is truncated, damaged or no safetensors file"),
-        ("output=", "output is None"),
-        ("output=''", "output is ''; it should name a directory that does not exist yet"),
-        ("student=TMP", "has no config.json; name the directory that holds the model"),
-        ("student=TEACHER", "has no kvfold.json that names its source; name the teacher"),
-        ("output=TMP", "exists and nothing is overwritten; name another with output"),
-        ("data.source=./none.jsonl", "data.source ./none.jsonl is neither a file of .txt, .jsonl, .json or"),
-        ("evaluate={source: none.txt}", "evaluate.source none.txt is not a file; name a text, or stdlib"),
-        ("evaluate={source: TEXT}", "is trained on: it is"),
-        ("evaluate={source: stdlib, evry: 3}", "unknown key 'evry' in evaluate; did you mean 'every'?"),
-        ("data.seq_len=65", "data.seq_len 65 exceeds the 64 positions of the student"),
-        ("trackers=[aim]", "trackers is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
-        ("eval.every=3", "unknown key 'eval'; did you mean 'evaluate'?"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), [
+    ("student=./nowhere", "recipe.yaml: student ./nowhere is not a directory, and not a Hub id"),
+    ("teacher=/nowhere", "teacher /nowhere is not a directory, and not a Hub id of the form"),
+    ("student=TORN", "is truncated, damaged or no safetensors file"),
+    ("output=", "output is None"),
+    ("output=''", "output is ''; it should name a directory that does not exist yet"),
+    ("student=TMP", "has no config.json; name the directory that holds the model"),
+    ("student=TEACHER", "has no kvfold.json that names its source; name the teacher"),
+    ("output=TMP", "exists and nothing is overwritten; name another with output"),
+    ("data.source=./none.jsonl", "data.source ./none.jsonl is neither a file of .txt, .jsonl, .json or"),
+    ("evaluate={source: none.txt}", "evaluate.source none.txt is not a file; name a text, or stdlib"),
+    ("evaluate={source: TEXT}", "is trained on: it is"),
+    ("evaluate={source: stdlib, evry: 3}", "unknown key 'evry' in evaluate; did you mean 'every'?"),
+    ("data.seq_len=65", "data.seq_len 65 exceeds the 64 positions of the student"),
+    ("trackers=[aim]", "trackers is 'aim'; it should be 'tensorboard', 'wandb' or 'trackio'"),
+    ("eval.every=3", "unknown key 'eval'; did you mean 'evaluate'?"),
+])  # fmt: skip
 def test_validate_finds(
     file: Path, teacher: Path, text: Path, tmp_path: Path, setting: str, message: str
 ) -> None:
@@ -81,23 +73,22 @@ def test_validate_finds(
 def test_what_is_on_the_hub_is_not_looked_up(file: Path) -> None:
     hub = ("--set", "student=org/student", "--set", "teacher=org/teacher")
     assert command("validate", file, *hub).exit_code == 0
-    result = command("explain", file, "--set", "student=org/student")
-    assert result.exit_code == 0
-    assert "Memory and time are not shown" in result.stdout
+    assert (
+        "Memory and time are not shown"
+        in command("explain", file, "--set", "student=org/student", code=0).stdout
+    )
 
 
 def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> None:
     file = tmp_path / "short.yaml"
     stage = {"name": "kl", "tokens": "5k", "lr": 1e-4, "batch_tokens": "1k"}
     content = {
-        "schema": 1,
-        "student": str(student),
-        "output": "out",
-        "data": {"source": "stdlib", "seq_len": 32},
-    }
+        "schema": 1, "student": str(student), "output": "out", "data": {"source": "stdlib", "seq_len": 32},
+    }  # fmt: skip
     file.write_text(yaml.safe_dump({**content, "stages": [stage]}), encoding="utf-8")
-    result = command("explain", file, "--set", "stages.0.losses.ce=0.5", "--set", "save.every=9", "--json")
-    assert result.exit_code == 0, result.output
+    result = command(
+        "explain", file, "--set", "stages.0.losses.ce=0.5", "--set", "save.every=9", "--json", code=0
+    )
     found = json.loads(result.stdout)
     keys = {key["key"]: key for key in found["keys"]}
     assert {name: keys[name]["from"] for name in ("stages[0].tokens", "stages[0].losses.ce", "save.every",
@@ -116,9 +107,7 @@ def test_explain_says_where_values_come_from(tmp_path: Path, student: Path) -> N
 
 
 @pytest.mark.parametrize("train", ["all", "attention", "lora"])
-def test_the_footprint_is_that_of_the_model(
-    make_recipe: MakeRecipe, student: Path, teacher: Path, train: str
-) -> None:
+def test_the_footprint_is_known(make_recipe: MakeRecipe, student: Path, teacher: Path, train: str) -> None:
     if train == "lora":
         pytest.importorskip("peft", reason="pip install peft")
     recipe = make_recipe(train=train)
@@ -138,9 +127,7 @@ def test_the_footprint_is_that_of_the_model(
     assert found.flops >= 4 * (size - 32 * 5)
 
 
-def test_a_streamed_stage_holds_a_layer_of_each_model(
-    make_recipe: MakeRecipe, student: Path, teacher: Path
-) -> None:
+def test_a_streamed_stage_holds_a_layer_each(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:
     recipe = make_recipe(mode="stream", losses={"attention_output": 1.0}, train="attention")
     models = skeleton(student), skeleton(teacher)
     found = footprint(recipe, recipe.stages[0], *models, bf16=True).memory
@@ -150,17 +137,13 @@ def test_a_streamed_stage_holds_a_layer_of_each_model(
     )
     attention = sum(count for name, count in ours.items() if "self_attn" in name)
     assert {name: found[name] for name in ("weights", "gradients", "optimizer", "teacher")} == {
-        "weights": 4 * sum(ours.values()),
-        "gradients": 4 * attention,
-        "optimizer": 8 * attention,
+        "weights": 4 * sum(ours.values()), "gradients": 4 * attention, "optimizer": 8 * attention,
         "teacher": 2 * sum(theirs.values()),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("tied", "bf16"), [(True, True), (True, False), (False, False)])
-def test_a_streamed_stage_begins_with_a_large_embedding(
-    tied: bool, bf16: bool, make_recipe: MakeRecipe, teacher: Path
-) -> None:
+def test_a_large_embedding_first(tied: bool, bf16: bool, make_recipe: MakeRecipe, teacher: Path) -> None:
     """Which is in memory next to the first layer, of one model at a time."""
     recipe = make_recipe(mode="stream", losses={"attention_output": 1.0}, train="attention")
     config = AutoConfig.from_pretrained(teacher)
@@ -174,9 +157,7 @@ def test_a_streamed_stage_begins_with_a_large_embedding(
     assert [found[name] for name in names] == [beginning, 0, 0, 0]
 
 
-def test_shards_take_a_share_and_what_is_gathered(
-    make_recipe: MakeRecipe, student: Path, teacher: Path
-) -> None:
+def test_shards_take_a_share_and_the_gathered(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:
     recipe = make_recipe()
     models = skeleton(student), skeleton(teacher)
     whole, half = (
@@ -208,9 +189,7 @@ def test_processes_are_those_of_a_profile(file: Path) -> None:
     assert refuses(sentence, "explain", file, "--processes", "2")
 
 
-def test_a_shared_teacher_takes_what_is_its_own(
-    make_recipe: MakeRecipe, student: Path, teacher: Path
-) -> None:
+def test_a_shared_teacher_takes_its_own(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:
     recipe = make_recipe(train="attention", teacher="shared")
     found = footprint(recipe, recipe.stages[0], skeleton(student), skeleton(teacher), bf16=False)
     weights = AutoModelForCausalLM.from_pretrained(teacher).named_parameters()
@@ -220,7 +199,7 @@ def test_a_shared_teacher_takes_what_is_its_own(
 
 
 @pytest.mark.parametrize("train", ["all", "lora"])
-def test_activations_are_told_within_a_factor_of_two(
+def test_activations_are_told_about_right(
     train: str, make_recipe: MakeRecipe, student: Path, teacher: Path
 ) -> None:
     """Against what autograd really keeps of a step, counted once a storage."""
@@ -256,9 +235,7 @@ def test_what_the_c_library_holds_is_counted_on_a_cpu(
     assert "allocator" not in footprint(recipe, recipe.stages[0], *models, bf16=False).memory
 
 
-def test_no_more_windows_are_counted_than_a_step_has(
-    make_recipe: MakeRecipe, student: Path, teacher: Path
-) -> None:
+def test_a_step_counts_only_its_windows(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:
     """Recipes that `kvfold distill FOLD` writes have micro-batches larger than their steps."""
     recipes = [make_recipe(micro_batch=size) for size in (3, 6, 64)]
     found = [
@@ -271,8 +248,7 @@ def test_no_more_windows_are_counted_than_a_step_has(
 
 
 def test_a_dry_run_shows_the_resolved_recipe(file: Path) -> None:
-    result = command(file, "--dry-run", "--profile", "cpu")
-    assert result.exit_code == 0
+    result = command(file, "--dry-run", "--profile", "cpu", code=0)
     shown = yaml.safe_load(result.stdout.split("Stages")[0])
     assert shown == yaml.safe_load(file.read_text(encoding="utf-8")) | {"profile": "cpu"}
     stage = shown["stages"][0]
@@ -286,11 +262,3 @@ def test_a_dry_run_refuses_what_the_run_refuses(file: Path, teacher: Path, tmp_p
     refused = command(file, "--dry-run", "--json", "--set", "data.source=./none.jsonl")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert command(file, "--dry-run", "--set", f"output={tmp_path}").exit_code == 2
-
-
-def test_a_recipe_is_still_run_by_its_name(file: Path) -> None:
-    assert command(file, "--dry-run").exit_code == 0
-    assert command("--dry-run", file).exit_code == 0
-    result = command("explain", "--help")
-    assert result.exit_code == 0
-    assert "distill explain [OPTIONS] RECIPE" in result.stdout

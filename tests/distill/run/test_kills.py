@@ -38,9 +38,7 @@ def kind_of(operation: str) -> str:
 
 @pytest.fixture
 def recipe(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> Recipe:
-    """All kinds of stages, a teacher's cache, evaluations that choose the best weights, and every step
-    saved.
-    """
+    """All kinds of stages, a teacher's cache, evaluations that choose weights, and every step saved."""
     stages = [
         {**ALIGN, "name": "stream", "mode": "stream"},
         {**ALIGN, "name": "align"},
@@ -61,11 +59,9 @@ def result(out: Path) -> dict[str, Any]:
     lines = [{key: value for key, value in line.items() if key not in _SPEED} for line in metrics(out)]
     told = json.loads((out / "kvfold.json").read_text())["distill"]
     return {
-        **files,
-        "metrics": lines,
-        "curve": json.loads((out / "curve.json").read_text()),
+        **files, "metrics": lines, "curve": json.loads((out / "curve.json").read_text()),
         "told": told["evaluation"],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(

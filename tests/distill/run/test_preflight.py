@@ -1,7 +1,4 @@
-"""A run that cannot train is refused before it begins.
-
-By the run before its first stage, by `validate` and by `explain`.
-"""
+"""A run that cannot train is refused before it begins: by the run, by `validate` and by `explain`."""
 
 import os
 import shutil
@@ -27,42 +24,21 @@ FIRST = {"name": "first", "tokens": 192, "lr": 1e-3, "batch_tokens": 192, "train
 DEEPER = "the student has 2 layers and the teacher 3"
 # The second stage, keys of the recipe, what is told.
 MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"losses": {"hidden_mse": 1}},
-        {"teacher": "deeper"},
-        f"stage second: {DEEPER}; losses that compare layers need the same number",
-    ),
-    (
-        {"losses": {"attention_output": 1}},
-        {"teacher": "deeper"},
-        f"stage second: {DEEPER}, so layers cannot be aligned",
-    ),
-    (
-        {"losses": {"attention_output": 1}},
-        {"teacher": "wider"},
-        "32 numbers in a hidden state and the teacher 64, so layers cannot be aligned; use the source that",
-    ),
-    (
-        {"losses": {"hidden_cosine": 1}},
-        {"teacher": "wider"},
-        "stage second: hidden_cosine compares vectors of one size",
-    ),
-    (
-        {"train": "lora", "lora": {"targets": ["nope"]}},
-        {},
-        "stage second: lora.targets names nope, which is not a linear layer of the student; known: down_proj",
-    ),
-    (
-        {"train": "lora", "lora": {"targets": ["lm_head", "q_proj"]}},
-        {},
-        "names lm_head, the output embedding, which cannot have an adapter",
-    ),
-    (
-        {"losses": {"attention_output": 1}, "train": "lora", "lora": {"targets": ["up_proj"]}},
-        {},
-        "stage second: mode: layerwise trains only attention, but lora.targets names other layers",
-    ),
-]
+    ({"losses": {"hidden_mse": 1}}, {"teacher": "deeper"},
+     f"stage second: {DEEPER}; losses that compare layers need the same number"),
+    ({"losses": {"attention_output": 1}}, {"teacher": "deeper"},
+     f"stage second: {DEEPER}, so layers cannot be aligned"),
+    ({"losses": {"attention_output": 1}}, {"teacher": "wider"},
+     "32 numbers in a hidden state and the teacher 64, so layers cannot be aligned; use the source that"),
+    ({"losses": {"hidden_cosine": 1}}, {"teacher": "wider"},
+     "stage second: hidden_cosine compares vectors of one size"),
+    ({"train": "lora", "lora": {"targets": ["nope"]}}, {},
+     "stage second: lora.targets names nope, which is not a linear layer of the student; known: down_proj"),
+    ({"train": "lora", "lora": {"targets": ["lm_head", "q_proj"]}}, {},
+     "names lm_head, the output embedding, which cannot have an adapter"),
+    ({"losses": {"attention_output": 1}, "train": "lora", "lora": {"targets": ["up_proj"]}}, {},
+     "stage second: mode: layerwise trains only attention, but lora.targets names other layers"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +74,17 @@ def test_a_later_stages_mistake_is_told_before_the_first_is_trained(
 
 
 @pytest.mark.parametrize("loss", ["kl", "attention_relation"])
-def test_what_needs_no_same_width_is_not_refused(
-    make_recipe: MakeRecipe, student: Path, others: Path, loss: str
-) -> None:
+def test_what_needs_no_width_runs(make_recipe: MakeRecipe, student: Path, others: Path, loss: str) -> None:
     recipe = make_recipe(losses={loss: 1}, teacher=str(others / "wider"))
     check_stages(recipe, student, others / "wider", sharded=True)
     distill(make_recipe(losses={loss: 1}, teacher=str(others / "wider"), tokens=192))
 
 
-def test_a_shared_teacher_is_refused_where_models_are_sharded(
-    make_recipe: MakeRecipe, student: Path, teacher: Path
-) -> None:
+def test_a_shared_teacher_is_not_sharded(make_recipe: MakeRecipe, student: Path, teacher: Path) -> None:
     align = {**FIRST, "losses": {"attention_output": 1}}
     recipe = make_recipe(teacher="shared", stages=[align, {**FIRST, "name": "second"}])
     check_stages(recipe, student, teacher, sharded=False)
-    with pytest.raises(
-        InvalidInput, match="stage second: teacher: shared needs whole models in every process; write"
-    ):
+    with pytest.raises(InvalidInput, match=r"stage second: teacher: shared needs whole models in .*; write"):
         check_stages(recipe, student, teacher, sharded=True)
     check_stages(make_recipe(teacher="shared", stages=[align]), student, teacher, sharded=True)
 
@@ -122,14 +92,11 @@ def test_a_shared_teacher_is_refused_where_models_are_sharded(
 @pytest.mark.parametrize(("profile", "code"), [("ddp", 0), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)])
 def test_validate_knows_the_profile(make_recipe: MakeRecipe, tmp_path: Path, profile: str, code: int) -> None:
     file = write_recipe(make_recipe(teacher="shared", train="attention"), tmp_path / "recipe.yaml")
-    result = command("validate", file, "--set", f"profile={profile}")
-    assert result.exit_code == code
+    result = command("validate", file, "--set", f"profile={profile}", code=code)
     assert ("shared needs whole models in every process" in result.stderr) == (code == 2)
 
 
-def test_a_launcher_that_shards_is_asked_itself(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_that_shard_are_asked(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     align = {**FIRST, "losses": {"attention_output": 1}}
@@ -179,13 +146,8 @@ def test_mistakes_are_told_by_the_process_that_would_launch(
     copy = tmp_path / "copy.jsonl"
     recipe = make_recipe(losses={"hidden_mse": 1}, data={"source": str(copy), "seq_len": 32})
     words = (
-        write_recipe(recipe, tmp_path / "recipe.yaml"),
-        "--profile",
-        "fsdp2",
-        "--",
-        "--num_processes",
-        "2",
-    )
+        write_recipe(recipe, tmp_path / "recipe.yaml"), "--profile", "fsdp2", "--", "--num_processes", "2",
+    )  # fmt: skip
     shared = ("--set", "teacher=shared", "--set", "stages.0.train=attention")
     assert refuses(f"data.source {copy} is neither a file", *words)
     shutil.copyfile(text, copy)
@@ -199,9 +161,7 @@ def test_mistakes_are_told_by_the_process_that_would_launch(
     assert isinstance(command(*words).exception, Launched)
 
 
-def test_of_two_processes_the_first_tells_what_both_have_met(
-    make_recipe: MakeRecipe, others: Path, tmp_path: Path
-) -> None:
+def test_of_two_processes_the_first_tells(make_recipe: MakeRecipe, others: Path, tmp_path: Path) -> None:
     file = write_recipe(
         make_recipe(losses={"hidden_mse": 1}, teacher=str(others / "deeper")), tmp_path / "recipe.yaml"
     )
@@ -237,7 +197,5 @@ def test_a_held_out_text_of_too_long_a_name_leaves_nothing(make_recipe: MakeReci
     name = "a" * 300
     file = write_recipe(make_recipe(evaluate={"source": name, "every": 1}), tmp_path / "recipe.yaml")
     before = set(tmp_path.iterdir())
-    done = command(file)
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1].endswith(": File name too long")
+    assert command(file, code=2).stderr.splitlines()[-1].endswith(": File name too long")
     assert set(tmp_path.iterdir()) == before

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import torch
-from click.testing import CliRunner
 
 from kvfold.core.cache_dtypes import cache_dtype
-from kvfold.distill.cli import main
 from kvfold.distill.run.job import distill
 from kvfold.models.caches import cache_argument
 from kvfold.models.causal_lm import load_model, load_tokenizer
@@ -14,6 +12,7 @@ from kvfold.models.decoder import Decoder
 from kvfold.models.stored_cache import StoredCache
 from kvfold.texts.corpus import read_text
 
+from ...support.commands import run_main
 from ...support.distillation import write_recipe
 from ...support.tiny import make
 from ..conftest import MakeRecipe
@@ -24,9 +23,7 @@ IDS = torch.arange(8 * 32).reshape(8, 32) ** 2 * 7 % 250
 
 @torch.no_grad()
 def _divergence(directory: Path, teacher: Path, text: Path) -> float:
-    """Return the KL from the teacher of a model that reads its cache in int4, on the text that it was
-    trained on.
-    """
+    """Return the KL from the teacher of a model that reads its cache in int4, on its training text."""
     ids = load_tokenizer(teacher)(" ".join(read_text(str(text)).joined.split()))["input_ids"]
     ids_BT = torch.tensor(ids[: 32 * 32]).view(32, 32)
     model = load_model(directory)
@@ -67,9 +64,7 @@ def test_gradients_are_those_of_the_straight_through_estimate_also_of_a_layer_al
     assert torch.equal(alone_BSD, whole_BSD), "a layer by itself is rounded once"
 
 
-def test_every_mode_reads_rounded_numbers(
-    make_recipe: MakeRecipe, tmp_path: Path, student: Path, teacher: Path
-) -> None:
+def test_all_read_rounded(make_recipe: MakeRecipe, tmp_path: Path, student: Path, teacher: Path) -> None:
     aligned = {"losses": {"attention_output": 1.0}, "train": "attention", "lr": 3e-3}
     first = [
         distill(make_recipe(output=str(tmp_path / str(name)), cache_dtype=name, tokens=192, **aligned))
@@ -83,11 +78,8 @@ def test_it_is_explained_and_checked(make_recipe: MakeRecipe, tmp_path: Path) ->
     recipe = make_recipe(cache_dtype="fp8_e4m3")
     assert recipe.resolved()["stages"][0]["cache_dtype"] == "fp8_e4m3"
     file = write_recipe(recipe, tmp_path / "recipe.yaml")
-    shown = CliRunner().invoke(main, ["explain", str(file)])
-    assert shown.exit_code == 0, shown.output
-    assert "stages[0].cache_dtype" in shown.output
-    wrong = CliRunner().invoke(main, ["validate", str(file), "--set", "stages.0.cache_dtype=int3"])
-    assert wrong.exit_code == 2
+    assert "stages[0].cache_dtype" in run_main("distill", "explain", file).output
+    wrong = run_main("distill", "validate", file, "--set", "stages.0.cache_dtype=int3", code=2)
     assert "stages[0].cache_dtype is 'int3'" in wrong.output
     assert "nvfp4" in wrong.output
 

@@ -52,9 +52,7 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, 
 
 @torch.no_grad()
 def leak(model: Any) -> float:
-    """The largest difference of a last hidden state between a packed document and the same alone, relative
-    to the largest.
-    """
+    """The largest relative difference of a last hidden state between a packed document and it alone."""
     position_BS = torch.stack(
         [torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(cuts)]) for cuts in CUTS]
     )
@@ -140,8 +138,6 @@ def test_a_class_that_cannot_is_refused_and_left_as_it_was() -> None:
     if not OLD:
         check(falcon)
     for model in (bloom, falcon) if OLD else (bloom,):
-        with pytest.raises(
-            InvalidInput, match=r"model \(\w+ForCausalLM\) cannot keep packed documents apart; use --set"
-        ):
+        with pytest.raises(InvalidInput, match=r"model \(\w+ForCausalLM\) cannot keep .* apart; use --set"):
             isolate_documents(model.eval(), "model")
         assert not model.base_model._forward_pre_hooks

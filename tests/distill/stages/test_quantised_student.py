@@ -98,9 +98,7 @@ def test_aligned_attention_is_no_longer_named_quantised(
     assert torch.isfinite(load(run.output, LoadOptions()).model(torch.arange(4)[None]).logits).all()
 
 
-def test_trained_weights_are_written_unquantised(
-    quantised: Path, make_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_trained_weights_are_not_quantised(quantised: Path, make_recipe: MakeRecipe, tmp_path: Path) -> None:
     run = distill(make_recipe(**pair(quantised), train="all", output=str(tmp_path / "all")))
     written = weights(run.output)
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}

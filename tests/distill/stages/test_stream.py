@@ -1,7 +1,4 @@
-"""Alignment of a model larger than memory.
-
-The weights of alignment in memory, one layer of it there, after any stop.
-"""
+"""Alignment of a model larger than memory: the weights of alignment in memory, after any stop."""
 
 import shutil
 from collections.abc import Sequence
@@ -186,7 +183,7 @@ def test_a_kept_stage_is_a_checkpoint(make_recipe: MakeRecipe, latents: dict[str
     assert {path.name for path in kept.parent.iterdir()} == {"align"}
 
 
-def test_a_disk_that_is_too_small_is_refused(
+def test_a_small_disk_is_told(
     make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)

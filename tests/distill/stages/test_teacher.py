@@ -114,18 +114,14 @@ def test_shared_keeps_what_a_stage_trains(make_recipe: MakeRecipe, teacher: Path
 
 
 @pytest.mark.parametrize("train", ["attention+norms", "lora"])
-def test_norms_and_adapters_learn_from_a_shared_teacher(
-    train: str, make_recipe: MakeRecipe, like_source: Path
-) -> None:
+def test_norms_and_adapters_share_a_teacher(train: str, make_recipe: MakeRecipe, like_source: Path) -> None:
     if train == "lora":
         pytest.importorskip("peft", reason="pip install peft")
     recipe = make_recipe(tokens=192, train=train, student=str(like_source), teacher="shared")
     assert distill(recipe).steps == 1
 
 
-def test_a_run_with_a_shared_teacher_gives_the_same_bits(
-    make_recipe: MakeRecipe, like_source: Path, tmp_path: Path
-) -> None:
+def test_a_shared_teacher_gives_the_same(make_recipe: MakeRecipe, like_source: Path, tmp_path: Path) -> None:
     found = []
     for named in (None, "shared"):
         recipe = make_recipe(
@@ -172,9 +168,7 @@ def test_kl_to_a_cache_is_exact_within_its_dtype(
     assert 0 < size - 7 * 32 * 32 * (4 if dtype == "float32" else 2) < 1000
 
 
-def test_a_run_from_a_cache_needs_no_teacher(
-    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_teaches(make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = distill(make_recipe(output=str(tmp_path / "plain")))
     setting = {"teacher_cache": str(tmp_path / "cache")}
     first = distill(make_recipe(**setting, output=str(tmp_path / "first")))
@@ -240,9 +234,7 @@ def test_a_cache_grows_with_what_it_is_asked_for(
     cached_teacher(tmp_path / "cache", [(other, 7), (windows, 7)], *arguments, never)
 
 
-def test_two_runs_extend_one_cache(
-    windows: TrainingWindows, teacher: Path, online: Online, tmp_path: Path
-) -> None:
+def test_two_runs_one_cache(windows: TrainingWindows, teacher: Path, online: Online, tmp_path: Path) -> None:
     identity = identify(teacher, "auto", False)
     one, other = (TeacherCache(tmp_path / "cache", OPTION, identity) for _ in range(2))
     for cache in (one, other):  # the second has looked before the first wrote
@@ -261,9 +253,7 @@ def test_hidden_states_depend_on_what_names_the_quantised_weights() -> None:
     assert teacher_cache.identify(hashes, "float32")["teacher"] == hashes
 
 
-def test_a_cache_for_something_else_is_refused(
-    windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path
-) -> None:
+def test_another_cache_fails(windows: TrainingWindows, online: Online, teacher: Path, tmp_path: Path) -> None:
     place = tmp_path / "cache"
     cache = written(place, windows, teacher, online)
     identity = identify(teacher, "auto", False)
@@ -321,9 +311,7 @@ def test_caches_of_earlier_versions(
     assert torch.equal(TeacherCache(tmp_path / "cache", OPTION, identity).hidden(given), cache.hidden(given))
 
 
-def test_a_larger_teacher_with_a_padded_vocabulary_teaches(
-    make_recipe: MakeRecipe, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_larger_padded_teacher_teaches(make_recipe: MakeRecipe, teacher: Path, tmp_path: Path) -> None:
     sizes = {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 3, "head_dim": 12}
     torch.manual_seed(1)
     large = another(teacher, tmp_path / "large", **sizes)

@@ -1,7 +1,4 @@
-"""Evaluation while training.
-
-It changes nothing, resumes where a run was stopped, and never reads what is trained on.
-"""
+"""Evaluation while training changes nothing, resumes, and never reads what is trained on."""
 
 import json
 import math
@@ -49,9 +46,6 @@ def test_it_finds_what_eval_finds_and_changes_nothing(
     assert [point["step"] for point in found["points"]] == [0, 4, 8, 10]
     assert [point["tokens"] for point in found["points"]] == [0, 768, 1536, 1920]
     result = evaluate(out, teacher, read_text(str(held)), Options(window=32, max_windows=6), student)
-    assert result.ppl.teacher is not None
-    assert result.ppl.parent is not None
-    assert result.fidelity is not None
     assert found["teacher_perplexity"] == pytest.approx(result.ppl.teacher.perplexity, rel=1e-5)
     assert found["points"][0]["perplexity"] == pytest.approx(result.ppl.parent.perplexity, rel=1e-5)
     last = found["points"][-1]
@@ -83,16 +77,10 @@ def test_a_student_that_diverged_is_named_whatever_shows_it(
 def test_the_curve_is_drawn(make_recipe: MakeRecipe, held: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     stages = [
-        {
-            "name": "align",
-            "tokens": 384,
-            "lr": 1e-3,
-            "batch_tokens": 192,
-            "train": "attention",
-            "losses": {"attention_output": 1},
-        },
+        {"name": "align", "tokens": 384, "lr": 1e-3, "batch_tokens": 192, "train": "attention",
+         "losses": {"attention_output": 1}},
         {"name": "kl", "tokens": 384, "lr": 1e-2, "batch_tokens": 192},
-    ]
+    ]  # fmt: skip
     out = distill(make_recipe(stages=stages, evaluate={"source": str(held), "windows": 4})).output
     assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG"
     points = curve(out)["points"]
@@ -125,7 +113,6 @@ def test_the_best_weights_can_be_the_output(make_recipe: MakeRecipe, held: Path)
     assert found.ppl.student.perplexity == pytest.approx(best["perplexity"], rel=5e-3)  # stored in bfloat16
     assert not out.with_name("out.partial").exists()
     told = read_record(out)
-    assert told is not None
     assert told["distill"]["evaluation"]["step"] == best["step"]
     assert told["distill"]["evaluation"]["perplexity"] == best["perplexity"]
 
@@ -141,15 +128,11 @@ def test_weights_of_a_stage_before_the_first_evaluation_are_not_those_of_the_sta
 def test_the_start_stays_where_nothing_beats_it(
     make_recipe: MakeRecipe, held: Path, student: Path, tmp_path: Path
 ) -> None:
-    """A rate that makes every step worse.
-
-    The output has the student's own weights, bit for bit, and says so.
-    """
+    """A rate that makes every step worse: the output is the student, bit for bit, and says so."""
     section = {"source": str(held), "every": 1, "windows": 4, "keep": "best"}
     recipe = make_recipe(evaluate=section, tokens=576, lr=5.0, losses={"ce": 1.0}, warmup=0, grad_clip=None)
     file = write_recipe(recipe, tmp_path / "recipe.yaml")
-    done = command(file)
-    assert done.exit_code == 0, done.output
+    done = command(file, code=0)
     assert "no trained weights are better than the start on held-out text" in done.stderr
     assert done.stderr.count("if it stays above, the lr of stage kl is too high") == 1
     assert "after step 1 the perplexity of the held-out text is " in done.stderr
@@ -158,27 +141,21 @@ def test_the_start_stays_where_nothing_beats_it(
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (student / name).read_bytes()
     told = read_record(out)
-    assert told is not None
     assert told["stage"] == "distill"
     found, points = told["distill"]["evaluation"], curve(out)["points"]
     assert (found["kept"], found["step"], found["perplexity"]) == ("start", 0, points[0]["perplexity"])
     assert all(point["perplexity"] > points[0]["perplexity"] for point in points[1:])
-    last = command(file, "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}")
-    assert last.exit_code == 0
+    last = command(file, "--set", "evaluate.keep=last", "--set", f"output={tmp_path / 'last'}", code=0)
     assert "training made the student worse on held-out text; use a lower lr" in last.stderr
 
 
-def test_another_held_out_text_is_refused_on_the_way(
-    make_recipe: MakeRecipe, held: Path, tmp_path: Path
-) -> None:
+def test_another_held_out_text_is_refused_later(make_recipe: MakeRecipe, held: Path, tmp_path: Path) -> None:
     text = tmp_path / "held.txt"
     text.write_bytes(held.read_bytes())
     recipe = make_recipe(evaluate={"source": str(text), "every": 2, "windows": 4})
     interrupt(recipe, 3)
     text.write_text("another " + held.read_text(), encoding="utf-8")
-    with pytest.raises(
-        InvalidInput, match=r"evaluate\.source .* is not the text that .*out\.partial was started with"
-    ):
+    with pytest.raises(InvalidInput, match=r"evaluate\.source .* is .* that .*out\.partial was started with"):
         distill(recipe)
 
 
@@ -207,7 +184,6 @@ def test_a_killed_run_keeps_its_history_and_its_best(
     kept = {int(path.name.removeprefix("step-")) for path in (partial / "best").iterdir()}
     for until in (14, 20):  # the best up to the last saved state, and the best of all
         best = best_of([line for line in history(partial) if line["step"] <= until])
-        assert best is not None
         assert best["step"] in kept
     assert len(kept) <= 2
     out = distill(make_recipe(**made)).output
@@ -262,12 +238,9 @@ def test_it_goes_with_every_way_of_training(
 def test_after_a_streamed_stage_there_is_no_fold_to_compare_with(make_recipe: MakeRecipe, held: Path) -> None:
     common = {"tokens": 192, "lr": 1e-3, "batch_tokens": 192}
     stream = {
-        **common,
-        "name": "stream",
-        "mode": "stream",
-        "train": "attention",
+        **common, "name": "stream", "mode": "stream", "train": "attention",
         "losses": {"attention_output": 1.0},
-    }
+    }  # fmt: skip
     section = {"source": str(held), "windows": 4, "keep": "best"}
     out = distill(make_recipe(stages=[stream, {**common, "name": "kl"}], evaluate=section)).output
     points = curve(out)["points"]
@@ -298,8 +271,6 @@ def test_eval_finds_the_states_that_a_run_has_kept(
     found = evaluate(out, teacher, text, Options(**options, teacher_cache=cache)).fidelity
     monkeypatch.undo()
     plain = evaluate(out, teacher, text, Options(**options)).fidelity
-    assert found is not None
-    assert plain is not None
     assert found.kl.mean == pytest.approx(plain.kl.mean, rel=1e-4)
 
     evaluate(out, teacher, text, Options(**options, teacher_cache=tmp_path / "other"))
@@ -315,22 +286,13 @@ def test_eval_finds_the_states_that_a_run_has_kept(
 def test_the_best_is_the_first_of_equals_the_start_among_them() -> None:
     lines = [{"step": step, "perplexity": value} for step, value in ((0, 3.0), (2, 3.0), (4, 2.0), (6, 2.0))]
     assert [best_of(lines[:count]) for count in (0, 1, 2, 3, 4)] == [
-        None,
-        lines[0],
-        lines[0],
-        lines[2],
-        lines[2],
-    ]
+        None, lines[0], lines[0], lines[2], lines[2],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("profile", ["ddp", "fsdp2"])
-def test_two_processes_find_what_one_finds(
-    make_recipe: MakeRecipe, held: Path, tmp_path: Path, profile: str
-) -> None:
-    """An odd number of windows; between steps, where shards are whole for a moment.
-
-    And the best is the output.
-    """
+def test_two_processes_find_as_one(make_recipe: MakeRecipe, held: Path, tmp_path: Path, profile: str) -> None:
+    """An odd number of windows, between steps, where shards are whole for a moment."""
     section = {"source": str(held), "every": 2, "windows": 5, "keep": "best"}
     stages = [
         {"name": name, "tokens": 576, "lr": 1e-3, "batch_tokens": 192, "micro_batch": 2, "train": train}

@@ -17,9 +17,7 @@ from ..conftest import MakeRecipe
 
 
 @pytest.mark.parametrize("mode", ["same", "copy", "listed", "words"])
-def test_text_that_is_trained_on_is_refused(
-    make_recipe: MakeRecipe, text: Path, tmp_path: Path, mode: str
-) -> None:
+def test_text_trained_on_is_refused(make_recipe: MakeRecipe, text: Path, tmp_path: Path, mode: str) -> None:
     source: Any = str(text)
     other = text
     if mode == "copy":
@@ -47,21 +45,13 @@ def test_the_held_out_half_of_the_standard_library_is_apart(make_recipe: MakeRec
     assert (distill(recipe).output / "curve.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"source": "missing.txt"}, "missing.txt is not a file; evaluate.source takes a file of text"),
-        (
-            {"source": "HELD", "seq_len": 65},
-            "evaluate.seq_len 65 exceeds the 64 positions of the student",
-        ),
-        (
-            {"source": "wikitext2-gptq-48", "seq_len": 32},
-            "has windows of 48 tokens; leave out evaluate.seq_len 32",
-        ),
-        ({"source": "JSONL", "text_field": "body"}, "has no field 'body'; evaluate.text_field can be text"),
-    ],
-)
+@pytest.mark.parametrize(("section", "message"), [
+    ({"source": "missing.txt"}, "missing.txt is not a file; evaluate.source takes a file of text"),
+    ({"source": "HELD", "seq_len": 65}, "evaluate.seq_len 65 exceeds the 64 positions of the student"),
+    ({"source": "wikitext2-gptq-48", "seq_len": 32},
+     "has windows of 48 tokens; leave out evaluate.seq_len 32"),
+    ({"source": "JSONL", "text_field": "body"}, "has no field 'body'; evaluate.text_field can be text"),
+])  # fmt: skip
 def test_mistakes_are_named(
     make_recipe: MakeRecipe,
     held: Path,

@@ -1,7 +1,4 @@
-"""The page of `kvfold report` in headless Chromium.
-
-No errors, it sorts, it changes colours, it fits a phone and paper.
-"""
+"""The page of `kvfold report` in headless Chromium: no errors, sorting, colours, a phone and paper."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-
-from kvfold.cli import main
 
 from ...support.browser import CHROMIUM, DRIVER, ask, external_requests, open_chromium, show
+from ...support.commands import run_main
 from ...support.pages import suites, write_checkpoint, write_example
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -32,10 +27,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     long = write_checkpoint(
         root / ("a_long_name_without_any_place_to_break_it" * 3), suites(13.0, 8), source="another" * 20
     )
-    result = CliRunner().invoke(
-        main, ["report", *map(str, [*write_example(root), long]), "--out", str(root / "page.html")]
-    )
-    assert result.exit_code == 0, result.output
+    run_main("report", *map(str, [*write_example(root), long]), "--out", root / "page.html")
     return root / "page.html"
 
 

@@ -1,7 +1,4 @@
-"""`kvfold report`.
-
-The page and the pictures show what the files hold, need nothing else, and refuse what they cannot read.
-"""
+"""`kvfold report`: page and pictures show what the files hold, need nothing else, and refuse the rest."""
 
 import json
 import math
@@ -14,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from kvfold.core.type_adapters import type_adapter
 
 from kvfold.checkpoints.eval_json import BLOCKS
 from kvfold.checkpoints.quality_blocks import Estimate, GenerationBlock
-from kvfold.cli import main
+from kvfold.core.untrusted import type_adapter
 from kvfold.eval.cli import main as evaluate
 from kvfold.eval.page.canvas import LIGHT
 from kvfold.eval.page.groups import labels, read_groups
 from kvfold.eval.page.quality import bounds, points_by_bytes
 from kvfold.eval.page.sections import verdict
 
+from ...support.commands import run_main
 from ...support.pages import (
     NEEDS_EXTRA,
     generation,
@@ -141,8 +137,7 @@ def test_a_real_conversion_and_evaluation_are_read(make: Make, tmp_path: Path) -
     evaluation = f"eval {folded} --text {text} --window 32 --suite ppl,fidelity,cache,speed --out".split()
     quick = ["--speed-context", "8", "--speed-tokens", "2", "--speed-rounds", "3"]
     for command in (arguments, [*evaluation, folded / "eval.json", *quick]):
-        done = CliRunner().invoke(main, list(map(str, command)))
-        assert done.exit_code == 0, done.output
+        run_main(*list(map(str, command)))
     found = json.loads((folded / "eval.json").read_text())["suites"]
     page = Page(page_of(tmp_path, folded))
     row = page.tables["All checkpoints"][2]

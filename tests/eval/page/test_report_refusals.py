@@ -18,27 +18,17 @@ def damage(directory: Path, file: str, content: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("eval.json", "{", "not valid JSON"),
-        ("eval.json", "[]", "not a report of schema 2"),
-        ("eval.json", '{"schema": 1}', "not a report of schema 2 (its schema is 1)"),
-        ("eval.json", '{"schema": 2, "checkpoint": 3, "suites": {}}', "not what kvfold writes (checkpoint"),
-        ("kvfold.json", "{}", "is damaged"),
-        (
-            "kvfold.json",
-            json.dumps(record() | {"layers": [{"planned": "much"}]}),
-            "not what kvfold writes (layers.0.planned",
-        ),
-        ("metrics.jsonl", "{}\nno\n", "is damaged"),
-        (
-            "curve.json",
-            '{"text": "a", "teacher_perplexity": 1, "points": []}',
-            "not what kvfold writes (points",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "words"), [
+    ("eval.json", "{", "not valid JSON"),
+    ("eval.json", "[]", "not a report of schema 2"),
+    ("eval.json", '{"schema": 1}', "not a report of schema 2 (its schema is 1)"),
+    ("eval.json", '{"schema": 2, "checkpoint": 3, "suites": {}}', "not what kvfold writes (checkpoint"),
+    ("kvfold.json", "{}", "is damaged"),
+    ("kvfold.json", json.dumps(record() | {"layers": [{"planned": "much"}]}),
+     "not what kvfold writes (layers.0.planned"),
+    ("metrics.jsonl", "{}\nno\n", "is damaged"),
+    ("curve.json", '{"text": "a", "teacher_perplexity": 1, "points": []}', "not what kvfold writes (points"),
+])  # fmt: skip
 def test_damaged_files_are_refused(tmp_path: Path, file: str, content: str, words: str) -> None:
     result = run_report(
         damage(write_checkpoint(tmp_path / "fold"), file, content), "--out", tmp_path / "page"
@@ -59,13 +49,11 @@ def test_places_that_are_taken_or_wrong(tmp_path: Path) -> None:
         ((fold, "--out", tmp_path / "new", "--png", taken), "exists; name another"),
         ((fold, "--out", tmp_path / "no" / "new"), "there is no directory"),
         ((tmp_path / "nothing", "--out", tmp_path / "new"), "is not a directory"),
-        (
-            (tmp_path / "empty", "--out", tmp_path / "new"),
-            f"kvfold eval {tmp_path}/empty --text stdlib --out {tmp_path}/empty/eval.json",
-        ),
+        ((tmp_path / "empty", "--out", tmp_path / "new"),
+         f"kvfold eval {tmp_path}/empty --text stdlib --out {tmp_path}/empty/eval.json"),
         ((moved, "--out", tmp_path / "new"), "was measured on"),
         ((fold, "--out", "/proc/new"), "/proc/new"),
-    ):
+    ):  # fmt: skip
         result = run_report(*arguments)
         assert result.exit_code == 2, arguments
         assert words in result.output

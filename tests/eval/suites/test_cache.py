@@ -15,7 +15,7 @@ from kvfold.eval.suites.cache import CacheSize, count, predicted
 from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.models.causal_lm import load
 
-from ...support.folds import attempt
+from ...support.folds import convert
 from ...support.tiny import make as make_tiny
 from ...support.tokenizers import save_tokenizer
 from ..conftest import SHAPE
@@ -31,16 +31,12 @@ def caches(
     ).cache
 
 
-@pytest.mark.parametrize(
-    ("changes", "elements"),
-    [
-        ({}, 2 * 4 * 8),
-        ({"num_key_value_heads": 2}, 2 * 2 * 8),
-        ({"num_key_value_heads": 1}, 2 * 8),
-        ({"latent": True}, 12 + 4),  # kv_lora_rank + qk_rope_head_dim
-    ],
-    ids=["mha", "gqa", "mqa", "mla"],
-)
+@pytest.mark.parametrize(("changes", "elements"), [
+    ({}, 2 * 4 * 8),
+    ({"num_key_value_heads": 2}, 2 * 2 * 8),
+    ({"num_key_value_heads": 1}, 2 * 8),
+    ({"latent": True}, 12 + 4),  # kv_lora_rank + qk_rope_head_dim
+], ids=["mha", "gqa", "mqa", "mla"])  # fmt: skip
 def test_elements_are_as_promised_and_as_counted(
     make: Callable[..., Path], changes: dict[str, Any], elements: int
 ) -> None:
@@ -58,9 +54,7 @@ def test_half_precision_halves_the_bytes(make: Callable[..., Path]) -> None:
     assert (found.bytes_per_token, found.dtype) == (2 * found.elements_per_token, "bfloat16")
 
 
-def test_what_fits_is_counted_next_to_the_weights_in_the_checkpoints_own_precision(
-    make: Callable[..., Path],
-) -> None:
+def test_what_fits_is_counted_next_to_weights_in_their_own_precision(make: Callable[..., Path]) -> None:
     directory = make(dtype=torch.bfloat16)
     weights = (directory / "model.safetensors").stat().st_size
     room = 10 * 4096 * 2 * 64 * 2  # ten sequences of 4k tokens, two layers, 64 elements, two bytes
@@ -133,8 +127,7 @@ def test_positions_of_intact_latents_are_promised_too(
     source = make_tiny(tmp_path / "source", kind, **{**shape, **layers.get(kind, {})})
     save_tokenizer(source)
     intact = ("--to", "mla", "--rank", "16", "--rope", "intact", "--calibration", "none")
-    code, text = attempt(source, tmp_path / "out", *intact)
-    assert code == 0, text
+    convert(source, *intact, out=tmp_path / "out", code=0)
     found = caches(tmp_path / "out").student
     expected = (16 * attending + digits) / attending
     assert found.elements_per_token_per_layer == found.predicted_elements_per_token_per_layer == expected

@@ -1,7 +1,4 @@
-"""KL(teacher || student) is torch's own on dense logits, zero against oneself, whatever the chunk.
-
-The rest is numpy's.
-"""
+"""KL(teacher || student) is torch's own on dense logits, zero against oneself, whatever the chunk."""
 
 import math
 from pathlib import Path
@@ -48,27 +45,9 @@ def dense(pair: dict[str, Loaded], windows: TextWindows) -> dict[str, Tensor]:
 def test_a_model_against_itself_is_at_zero_distance(mha: Path, text: Text) -> None:
     result = evaluate(mha, mha, text, OPTIONS)
     found, difference = result.fidelity, result.ppl.difference
-    assert found is not None
-    assert difference is not None
     assert (found.kl.mean, found.kl_max, found.same_top1.mean, found.delta_p_rms.mean) == (0.0, 0.0, 1.0, 0.0)
-    assert found.nll_correlation is not None
     assert found.nll_correlation.mean == pytest.approx(1)
     assert (difference.mean, difference.standard_error, result.cache.ratio) == (0.0, 0.0, 1.0)
-
-
-def test_kl_and_agreement_are_those_of_dense_logits(pair: dict[str, Loaded], windows: TextWindows) -> None:
-    logp = dense(pair, windows)
-    kl_NT = torch.nn.functional.kl_div(
-        logp["student"], logp["teacher"], reduction="none", log_target=True
-    ).sum(-1)
-    scores = scores_of(pair, windows)
-    assert scores.kl_S is not None
-    assert scores.same_S is not None
-    torch.testing.assert_close(scores.kl_S.view(kl_NT.shape), kl_NT, rtol=1e-4, atol=1e-5)
-    assert kl_NT.mean() > 0.1
-    same_NT = logp["student"].argmax(-1) == logp["teacher"].argmax(-1)
-    assert torch.equal(scores.same_S.view(same_NT.shape), same_NT.double())
-    assert 0 < scores.same_S.mean() < 1
 
 
 def test_the_block_is_what_numpy_makes_of_dense_logits(pair: dict[str, Loaded], windows: TextWindows) -> None:
@@ -82,6 +61,9 @@ def test_the_block_is_what_numpy_makes_of_dense_logits(pair: dict[str, Loaded], 
     assert found.kl.mean == pytest.approx(kl.mean(), **near)
     assert found.kl.standard_error == pytest.approx(kl.mean(1).std(ddof=1) / math.sqrt(len(kl)), **near)
     assert found.kl_max == pytest.approx(kl.max(), **near)
+    same = (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).double().mean()
+    assert 0 < found.same_top1.mean < 1
+    assert found.same_top1.mean == pytest.approx(float(same))
     for name, found_there, values in (
         ("kl", found.kl_percentiles, kl),
         ("Δp", found.delta_p_percentiles, delta),
@@ -95,17 +77,12 @@ def test_the_block_is_what_numpy_makes_of_dense_logits(pair: dict[str, Loaded], 
     assert found.delta_p_rms.standard_error == pytest.approx(
         square_error / (2 * found.delta_p_rms.mean), **near
     )
-    assert found.nll_correlation is not None
     assert found.nll_correlation.mean == pytest.approx(
         np.corrcoef(ours.ravel(), theirs.ravel())[0, 1], **near
     )
     assert [(bucket.first, bucket.last) for bucket in found.kl_by_position] == [
-        (1, 1),
-        (2, 3),
-        (4, 7),
-        (8, 15),
-        (16, 31),
-    ]
+        (1, 1), (2, 3), (4, 7), (8, 15), (16, 31),
+    ]  # fmt: skip
     for bucket in found.kl_by_position:
         part = kl[:, bucket.first - 1 : bucket.last]
         assert bucket.kl.mean == pytest.approx(part.mean(), **near)
@@ -152,7 +129,6 @@ def test_one_window_has_numbers_and_no_errors() -> None:
     found = summarise(Scores(zeros, torch.arange(1, 101), nll, value_S, torch.ones(100).double()))
     assert (found.kl.mean, found.kl.standard_error, found.kl.low) == (50.5, None, None)
     assert (found.kl_percentiles["p50"].mean, found.kl_percentiles["p50"].standard_error) == (50.5, None)
-    assert found.nll_correlation is not None
     assert (found.nll_correlation.mean, found.nll_correlation.standard_error) == (pytest.approx(-1), None)
 
 
@@ -188,14 +164,12 @@ def test_logits_that_are_not_finite_name_the_model_the_window_and_the_module(
 def test_the_layer_in_which_it_overflows_is_named(pair: dict[str, Loaded], windows: TextWindows) -> None:
     pair["student"].model.model.layers[1].mlp.down_proj.weight.data.fill_(torch.inf)
     with pytest.raises(
-        InvalidInput, match=r"not finite in window 0; .* is that of model\.layers\.1\.mlp\.down_proj$"
+        InvalidInput, match=r"not finite in window 0; .* of model\.layers\.1\.mlp\.down_proj$"
     ):
         scores_of(pair, windows)
 
 
-def test_a_model_that_does_more_to_its_logits_is_not_scored(
-    pair: dict[str, Loaded], windows: TextWindows
-) -> None:
+def test_a_model_that_alters_its_logits_is_not_scored(pair: dict[str, Loaded], windows: TextWindows) -> None:
     model = pair["student"].model
     plain = model.forward
 
@@ -205,7 +179,5 @@ def test_a_model_that_does_more_to_its_logits_is_not_scored(
         return output
 
     model.forward = capped
-    with pytest.raises(
-        InvalidInput, match=r"\(LlamaForCausalLM\) scales or caps its logits .* does not score yet"
-    ):
+    with pytest.raises(InvalidInput, match=r"\(LlamaForCausalLM\) scales or .* logits .* does not score yet"):
         scores_of(pair, windows)

@@ -15,6 +15,7 @@ from kvfold.eval.cli import main
 from kvfold.eval.suites import harness, tasks
 from kvfold.models.causal_lm import load
 
+from ...support.commands import run_main
 from ...support.task_runs import CPU, run_tasks
 from ..conftest import Make
 
@@ -76,30 +77,14 @@ def test_a_stopped_run_goes_on_at_the_task_where_it_stopped(
         patched.setattr(harness, "run", stop)
         assert CliRunner().invoke(main, command).exit_code != 0
     asked = spy(monkeypatch)
-    result = CliRunner().invoke(
-        main, [*command, "--assert", "tasks.tasks.kv_one.metrics.acc.student.mean>=0", "--json"]
+    result = run_main(
+        "eval", *command, "--assert", "tasks.tasks.kv_one.metrics.acc.student.mean>=0", "--json"
     )
-    assert result.exit_code == 0, result.output
     assert asked == ["kv_two", "kv_two"]
     block = json.loads(result.stdout)["suites"]["tasks"]  # the harness prints nothing between
     assert block == json.loads(out.read_text())["suites"]["tasks"]
     assert list(block["tasks"]) == ["kv_one", "kv_two"]
     assert block["harness"] == lm_eval.__version__
-
-
-def test_tasks_are_listed_once_for_all(mha: Path, own_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    manager = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **given: made.append(given) or manager(**given))
-    run_tasks(mha, None, own_tasks, "kv_one,kv_two")
-    assert [given["include_defaults"] for given in made] == [
-        False,
-        True,
-    ]  # the group may be of tasks that are not there
-    (own_tasks / "both.yaml").unlink()
-    harness._list.cache_clear()
-    run_tasks(mha, None, own_tasks, "kv_one,kv_two")
-    assert [given["include_defaults"] for given in made[2:]] == [False]
 
 
 def test_changed_data_is_not_paired_with_what_was_kept(mha: Path, own_tasks: Path) -> None:
@@ -118,19 +103,13 @@ def test_logits_that_are_not_numbers_are_refused(make: Make, own_tasks: Path) ->
         run_tasks(broken, None, own_tasks, "kv_one")
 
 
-@pytest.mark.parametrize(
-    ("names", "sentence"),
-    [
-        ("kv_on", "--tasks kv_on: lm-evaluation-harness has no such task; did you mean kv_one"),
-        (
-            "qqqqqqq",
-            "--tasks qqqqqqq: .* no such task; --task-path .*own has absent, broken, kv_both, kv_one, ",
-        ),
-        (" , ", "it names no task; write for example mla-core"),
-        ("broken", r"--tasks broken: it cannot be loaded \("),
-        ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
-    ],
-)
+@pytest.mark.parametrize(("names", "sentence"), [
+    ("kv_on", "--tasks kv_on: lm-evaluation-harness has no such task; did you mean kv_one"),
+    ("qqqqqqq", "--tasks qqqqqqq: .* no such task; --task-path .*own has absent, broken, kv_both, kv_one, "),
+    (" , ", "it names no task; write for example mla-core"),
+    ("broken", r"--tasks broken: it cannot be loaded \("),
+    ("absent", r"--tasks absent: it cannot be loaded \(FileNotFoundError\)"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(mha: Path, own_tasks: Path, names: str, sentence: str) -> None:
     one = (own_tasks / "kv_one.yaml").read_text()
     (own_tasks / "broken.yaml").write_text(

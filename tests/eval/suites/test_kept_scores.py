@@ -26,19 +26,16 @@ def test_scores_are_read_as_they_were_kept(tmp_path: Path) -> None:
     assert alone["metrics"]["acc"]["value"] == 9.5
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        7,
-        {},
-        {"value": "x"},
-        {"value": float("nan")},
-        {**METRIC, "values": [0.0]},
-        {**METRIC, "values": [None, 1.0]},
-        {**METRIC, "documents": None},
-        {**METRIC, "values": [], "documents": []},
-    ],
-)
+@pytest.mark.parametrize("metric", [
+    7,
+    {},
+    {"value": "x"},
+    {"value": float("nan")},
+    {**METRIC, "values": [0.0]},
+    {**METRIC, "values": [None, 1.0]},
+    {**METRIC, "documents": None},
+    {**METRIC, "values": [], "documents": []},
+])  # fmt: skip
 def test_other_content_is_refused(tmp_path: Path, metric: Any) -> None:
     file = kept(tmp_path / "scores.json", metric)
     with pytest.raises(InvalidInput, match="was not written by kvfold or is damaged; move it away"):

@@ -25,6 +25,7 @@ from kvfold.eval.suites.haystack import CANDIDATES, KINDS, STEPS, Haystack, Need
 from kvfold.eval.suites.retrieval import answer, rank
 from kvfold.models.causal_lm import Loaded, load
 
+from ...support.commands import run_main
 from ..conftest import Make
 
 CPU = Options(device="cpu")
@@ -56,19 +57,6 @@ def run(
     return found
 
 
-def test_prompts_are_made_once(roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[Path]()
-
-    class Counted(Haystack):
-        def __init__(self, path: Path, tokenizer: Any, keys: int) -> None:
-            made.append(path)
-            super().__init__(path, tokenizer, keys)
-
-    monkeypatch.setattr(retrieval, "Haystack", Counted)
-    run(roomy)
-    assert made == [roomy]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [360, 777])
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
@@ -96,9 +84,7 @@ def test_a_prompt_has_its_length_its_key_at_its_depth_and_nothing_else_with_digi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_candidates_are_ten_numbers_of_one_length_and_the_first_is_the_key(
-    haystack: Haystack, roomy: Path, kind: str
-) -> None:
+def test_candidates_are_ten_numbers_with_the_key_first(haystack: Haystack, roomy: Path, kind: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(roomy)
     sample = haystack.sample(kind, 360, 0.5, "0/1")
     texts = [tokenizer.decode(candidate) for candidate in sample.candidates]
@@ -118,10 +104,7 @@ def test_prompts_are_the_same_for_the_same_seed_and_others_for_another(haystack:
 
 
 class Knowing:
-    """In place of a model: it goes on with a line as after the same words in the text before.
-
-    Its cache is the text.
-    """
+    """In place of a model: continues a line as after the same words before; its cache is the text."""
 
     device = torch.device("cpu")
 
@@ -203,9 +186,7 @@ def test_ranks_count_ties_a_half() -> None:
     assert rank(torch.tensor([[3.0, 1.0, 2.0], [1.0, 3.0, 1.0], [0.0, 0.0, 0.0]])).tolist() == [1, 2.5, 2]
 
 
-def test_the_map_has_a_row_a_length_and_a_column_a_depth(
-    roomy: Path, latent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_map_has_lengths_and_depths(roomy: Path, latent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Per prompt, sorted by depth: what the student gets right, what the teacher, and ranks.
     told = {
         "student": {360: ([1, 1, 1, 0, 1, 0], [1, 1, 1, 4, 1, 1.5]), 380: ([0] * 6, [10.0] * 6)},
@@ -228,7 +209,6 @@ def test_the_map_has_a_row_a_length_and_a_column_a_depth(
     assert (grid.low[0][1], grid.high[0][1]) == (pytest.approx(centre - half), pytest.approx(centre + half))
     assert grid.standard_error[0][1] == pytest.approx(half / z)
     assert grid.overall.accuracy.mean == pytest.approx(4 / 12)
-    assert found.difference is not None
     changes = np.array([0, 0, 0, -1, 0, -1, -1, 0, 0, 0, 0, 0])
     difference = found.difference["passkey"].accuracy
     assert difference.mean == pytest.approx(changes.mean())
@@ -237,11 +217,8 @@ def test_the_map_has_a_row_a_length_and_a_column_a_depth(
     assert (found.candidates, found.chance, found.parent) == (10, 0.1, None)
 
 
-def test_the_same_model_differs_by_nothing_and_one_at_a_time_changes_nothing(
-    latent: Path, roomy: Path
-) -> None:
+def test_the_same_model_differs_by_nothing_one_at_a_time_too(latent: Path, roomy: Path) -> None:
     found = run(latent, latent)
-    assert found.difference is not None
     assert {(one.accuracy.mean, one.choice.mean) for one in found.difference.values()} == {(0, 0)}
     together = run(latent, roomy, Options(device="cpu", batch_size=4))
     assert run(latent, roomy, Options(device="cpu", batch_size=4, one_at_a_time=True)) == together
@@ -255,20 +232,13 @@ def test_lengths_fit_the_models_when_none_are_asked_for(roomy: Path, haystack: H
     haystack.sample("multikey", least, 0.5, "0/0")
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"retrieval_lengths": "401"},
-            "--retrieval-lengths 401 exceeds the 400 positions of .*; use 400 or fewer",
-        ),
-        (
-            {"retrieval_lengths": "30"},
-            r"--retrieval-lengths 30 leaves no room for the keys of passkey .*; use \d+ or more",
-        ),
-        ({"retrieval_lengths": "many"}, "retrieval_lengths is 'many'; it should be whole numbers"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"retrieval_lengths": "401"},
+     "--retrieval-lengths 401 exceeds the 400 positions of .*; use 400 or fewer"),
+    ({"retrieval_lengths": "30"},
+     r"--retrieval-lengths 30 leaves no room for the keys of passkey .*; use \d+ or more"),
+    ({"retrieval_lengths": "many"}, "retrieval_lengths is 'many'; it should be whole numbers"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(roomy: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(roomy, **settings)
@@ -306,10 +276,7 @@ def test_the_report_holds_the_map_and_an_interrupted_run_goes_on(
     monkeypatch.setattr(retrieval, "answer", stop)
     assert CliRunner().invoke(main, command).exit_code != 0
     assert asked == ["student", "student", "teacher"]  # a batch for each kind
-    result = CliRunner().invoke(
-        main, [*command, "--assert", "retrieval.student.passkey.overall.rank.mean<=10"]
-    )
-    assert result.exit_code == 0, result.output
+    result = run_main("eval", *command, "--assert", "retrieval.student.passkey.overall.rank.mean<=10")
     assert asked[3:] == ["teacher", "teacher"]
     assert "passkey, generated right" in result.stdout
     block = json.loads(out.read_text())["suites"]["retrieval"]

@@ -20,6 +20,7 @@ from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.eval.suites.meter import peak_memory, timed
 from kvfold.models.causal_lm import load
 
+from ...support.commands import run_main
 from ..conftest import Make
 
 CPU = Options(device="cpu")
@@ -66,9 +67,7 @@ def run(student: Path, teacher: Path | None = None, options: Options = CPU, **se
     return found
 
 
-def test_models_take_turns_and_every_step_reads_one_token_after_the_live_cache(
-    latent: Path, mha: Path, seen: Seen
-) -> None:
+def test_models_take_turns_and_a_step_reads_one_token_after_it(latent: Path, mha: Path, seen: Seen) -> None:
     run(latent, mha, speed_batch="2", speed_context="8", speed_tokens=3, speed_rounds=4)
     warm = [((2, 8), 0), ((2, 1), 8), ((2, 1), 9)]
     one = [*warm, ((2, 1), 10)]
@@ -82,7 +81,6 @@ def test_numbers_are_those_of_the_clock(latent: Path, mha: Path, clock: list[flo
     assert clock == [float(n) for n in range(1, 6 + 3 * 2 * 4 + 1)]
     seconds = np.arange(7, 31).reshape(3, 2, 4)
     for number, timing in enumerate((cell.student, cell.teacher)):
-        assert timing is not None
         prefill, decode = seconds[:, number, 0], seconds[:, number, 1:].ravel()
         assert timing.prefill.milliseconds.median == 1000 * sorted(prefill)[1]
         assert timing.decode.milliseconds.median == 1000 * sorted(decode)[4]
@@ -90,8 +88,6 @@ def test_numbers_are_those_of_the_clock(latent: Path, mha: Path, clock: list[flo
         assert timing.decode.tokens_per_second.median == pytest.approx(2 / sorted(decode)[4])
         assert timing.decode.milliseconds.q1 == 1000 * sorted(decode)[2]
         assert timing.decode.milliseconds.q3 == 1000 * sorted(decode)[6]
-    assert cell.prefill_speedup is not None
-    assert cell.decode_speedup is not None
     assert cell.prefill_speedup.median == pytest.approx(19 / 15)  # of 11/7, 19/15, 27/23
     assert cell.decode_speedup.median == pytest.approx(21 / 17)  # the middle step of the middle round
     assert (cell.rounds, cell.tokens, cell.skipped) == (3, 3, None)
@@ -101,8 +97,6 @@ def test_a_smaller_cache_takes_less_memory(make: Make, mha: Path) -> None:
     (cell,) = run(
         make(num_key_value_heads=1), mha, speed_context="48", speed_tokens=4, speed_rounds=3, speed_batch="4"
     ).cells
-    assert cell.student is not None
-    assert cell.teacher is not None
     saved = 2 * 2 * (4 - 1) * 8 * 4 * 48 * 4  # layers, keys and values, heads, head dim, batch, tokens, bytes
     assert cell.teacher.peak_bytes - cell.student.peak_bytes >= saved
     assert cell.teacher.peak_bytes < 4 * 48 * 4 * 3000
@@ -132,9 +126,7 @@ def test_contexts_fit_the_models_when_none_are_asked_for(mha: Path, make: Make) 
     assert [cell.context for cell in run(roomy, speed_rounds=3, speed_tokens=1).cells] == [512]
 
 
-def test_time_that_is_over_skips_cells_and_shortens_none_below_three_rounds(
-    mha: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_that_is_over_skips_cells_shortening_none(mha: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(speed, "monotonic", lambda: float(next(now)))
     first, second = run(
@@ -158,13 +150,10 @@ def test_a_cell_that_does_not_fit_in_memory_is_skipped(mha: Path, monkeypatch: p
     assert (fits.skipped, large.skipped) == (None, "out of memory")
 
 
-@pytest.mark.parametrize(
-    ("batch", "remedy"),
-    [
-        ("2", "use a smaller --speed-batch or a smaller --speed-context"),
-        ("1", "use a smaller --speed-context"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "remedy"), [
+    ("2", "use a smaller --speed-batch or a smaller --speed-context"),
+    ("1", "use a smaller --speed-context"),
+])  # fmt: skip
 def test_a_full_memory_of_the_system_names_the_options_of_this_suite(
     mha: Path, monkeypatch: pytest.MonkeyPatch, batch: str, remedy: str
 ) -> None:
@@ -217,28 +206,19 @@ def test_on_cuda_events_on_the_device_are_read(monkeypatch: pytest.MonkeyPatch) 
     assert told == ["synchronize", "record", "work", "record", "wait"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"speed_context": "60"},
-            "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48",
-        ),
-        (
-            {"speed_context": "4,x"},
-            "speed_context is '4,x'; it should be whole numbers from 1, separated by commas",
-        ),
-        (
-            {"speed_batch": f"1,{10**30}"},
-            "speed_batch is '1,10+'; it should be whole numbers of at most 1,000,000,000",
-        ),
-        ({"speed_batch": "9" * 5000}, "it should be whole numbers of at most 1,000,000,000"),
-        ({"speed_seconds": float("nan")}, "speed_seconds is nan; it should be"),
-        ({"speed_batch": "0"}, "speed_batch is '0'; it should be whole numbers"),
-        ({"speed_batch": ""}, "speed_batch is ''; it should be whole numbers"),
-        ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"speed_context": "60"},
+     "--speed-context 60 and 16 decoded tokens exceed the 64 positions of .*; use 48"),
+    ({"speed_context": "4,x"},
+     "speed_context is '4,x'; it should be whole numbers from 1, separated by commas"),
+    ({"speed_batch": f"1,{10**30}"},
+     "speed_batch is '1,10+'; it should be whole numbers of at most 1,000,000,000"),
+    ({"speed_batch": "9" * 5000}, "it should be whole numbers of at most 1,000,000,000"),
+    ({"speed_seconds": float("nan")}, "speed_seconds is nan; it should be"),
+    ({"speed_batch": "0"}, "speed_batch is '0'; it should be whole numbers"),
+    ({"speed_batch": ""}, "speed_batch is ''; it should be whole numbers"),
+    ({"speed_tokens": 64}, "--speed-tokens 64: .* has 64 positions; use fewer"),
+])  # fmt: skip
 def test_mistakes_are_one_sentence(mha: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         run(mha, **settings)
@@ -262,8 +242,7 @@ def test_the_report_has_every_number_and_an_interrupted_sweep_goes_on(
     journal = tmp_path / "eval.json.partial" / "journal.jsonl"
     name, kept, _ = json.loads(journal.read_text().splitlines()[1])
     monkeypatch.setattr(speed, "_round", real)
-    result = CliRunner().invoke(main, [*command, "--assert", "speed.cells.1.decode_speedup.median>0"])
-    assert result.exit_code == 0, result.output
+    result = run_main("eval", *command, "--assert", "speed.cells.1.decode_speedup.median>0")
     assert "decode, 2 x 8 tokens, ms/step" in result.stdout
     first, second = json.loads(out.read_text())["suites"]["speed"]["cells"]
     assert name == "speed/student+teacher/1x8"

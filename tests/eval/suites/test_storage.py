@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import DynamicLayer
 
 from kvfold.checkpoints.quality_blocks import RetrievalBlock, StorageBlock
-from kvfold.cli import main
 from kvfold.core.errors import InvalidInput
 from kvfold.eval.options import Options
 from kvfold.eval.run import evaluate
@@ -18,6 +16,7 @@ from kvfold.eval.suites.catalogue import SuiteSettings
 from kvfold.models.causal_lm import load
 from kvfold.texts.corpus import Text
 
+from ...support.commands import run_main
 from ..conftest import Make
 
 CPU = {"device": "cpu", "window": 32, "max_windows": 3}
@@ -37,23 +36,17 @@ def test_the_block_is_the_difference_of_two_evaluations(
     without = evaluate(student, other, text, Options(**CPU))
     found = evaluate(student, other, text, INT4)
     block = found.block("storage", StorageBlock)
-    assert block is not None
-    assert without.fidelity is not None
-    assert found.fidelity is not None
     assert block.cache_dtype == found.cache_dtype == "int4"
     assert without.cache_dtype is None
     assert block.unquantised_nll == without.ppl.student.nll
     assert block.nll.mean == pytest.approx(found.ppl.student.nll.mean - without.ppl.student.nll.mean)
-    assert block.kl_to_teacher is not None
     assert block.kl_to_teacher.mean == pytest.approx(found.fidelity.kl.mean - without.fidelity.kl.mean)
     assert 1e-3 < block.kl.mean < block.kl_max
     assert 0 < block.same_top1.mean < 1
     assert found.ppl.teacher == without.ppl.teacher, "the teacher keeps its cache"
 
 
-def test_bfloat16_costs_a_float32_model_exactly_its_rounding(
-    mha: Path, text: Text, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_costs_exactly_its_rounding(mha: Path, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     found = evaluate(mha, None, text, Options(**CPU, cache_dtype="bfloat16"))
     loaded = load(mha, Options(**CPU))
     ids = torch.tensor(loaded.tokenizer(text.joined).input_ids[:31])[None]
@@ -69,7 +62,6 @@ def test_bfloat16_costs_a_float32_model_exactly_its_rounding(
     nll = -logits.log_softmax(-1).gather(1, ids[0, 1:, None]).mean()
     assert found.ppl.student.window_nll[0] == pytest.approx(float(nll), abs=1e-6)
     block = found.block("storage", StorageBlock)
-    assert block is not None
     assert block.kl_to_teacher is None
     assert 1e-8 < block.kl.mean < 1e-2
 
@@ -86,7 +78,6 @@ def test_bytes_hold_the_scales(mha: Path, latent: Path) -> None:
     assert found.student.cache_dtype == "int8"
     assert found.student.quantised_bytes_per_token == 2 * (12 + 4 + 4)
     assert found.student.contexts[0].bytes == 4096 * 2 * (12 + 4 + 4)
-    assert found.teacher is not None
     assert found.teacher.cache_dtype is None
     assert found.teacher.contexts[0].bytes == 4096 * 2 * 64 * 4
 
@@ -109,22 +100,17 @@ def test_needles_are_paired_too(make: Make) -> None:
 def test_the_command(mha: Path, tmp_path: Path) -> None:
     out = tmp_path / "eval.json"
     words = ["eval", str(mha), "--text", "stdlib", "--window", "32", "--max-windows", "2", "--out", str(out)]
-    done = CliRunner().invoke(
-        main,
-        [*words, "--cache-dtype", "nvfp4", "--suite", "ppl", "--assert", "kl.added>0", "--device", "cpu"],
+    done = run_main(
+        *words, "--cache-dtype", "nvfp4", "--suite", "ppl", "--assert", "kl.added>0", "--device", "cpu"
     )
-    assert done.exit_code == 0, done.output
     assert "with the cache in nvfp4: KL added, nats" in done.output
     assert '"cache_dtype": "nvfp4"' in out.read_text()
 
 
-@pytest.mark.parametrize(
-    ("options", "suites", "message"),
-    [
-        ({}, ("storage",), "add --cache-dtype NAME"),
-        ({"cache_dtype": "int4"}, ("ppl", "speed"), "--suite speed times the cache"),
-    ],
-)
+@pytest.mark.parametrize(("options", "suites", "message"), [
+    ({}, ("storage",), "add --cache-dtype NAME"),
+    ({"cache_dtype": "int4"}, ("ppl", "speed"), "--suite speed times the cache"),
+])  # fmt: skip
 def test_suites_without_a_meaning_are_refused(
     mha: Path, text: Text, options: dict[str, Any], suites: tuple[str, ...], message: str
 ) -> None:

@@ -1,7 +1,4 @@
-"""Tasks of our own, from files next to the test.
-
-The numbers are the harness's, and what is paired is paired right.
-"""
+"""Tasks of our own, from local files: the numbers are the harness's, and pairs are paired right."""
 
 import json
 import math
@@ -26,9 +23,7 @@ lm_eval: ModuleType = pytest.importorskip("lm_eval", reason="pip install 'kvfold
 
 
 def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
-    """For each document whether the right choice is the likeliest, and whether it is so per byte, by whole
-    forward passes.
-    """
+    """Whether each document's right choice is the likeliest, also per byte, by whole forward passes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -49,9 +44,7 @@ def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
     return plain, by_length
 
 
-def test_accuracies_are_those_of_whole_forward_passes_paired_by_document(
-    mha: Path, other: Path, own_tasks: Path
-) -> None:
+def test_accuracies_are_of_whole_forwards_paired_by_document(mha: Path, other: Path, own_tasks: Path) -> None:
     found = run_tasks(mha, other, own_tasks, "kv_one").tasks["kv_one"]
     (ours, ours_norm), (theirs, theirs_norm) = (
         right(model, own_tasks / "kv_one.json") for model in (mha, other)
@@ -62,18 +55,14 @@ def test_accuracies_are_those_of_whole_forward_passes_paired_by_document(
         metric = found.metrics[name]
         assert metric.student.mean == pytest.approx(np.mean(left))
         assert metric.student == proportion(left)
-        assert metric.teacher is not None
         assert metric.teacher.mean == pytest.approx(np.mean(across))
         assert metric.difference is not None
         assert metric.difference == proportion_difference(left, across)
-        assert metric.flips is not None
         assert metric.flips.right_to_wrong == sum(a > b for a, b in zip(across, left, strict=True))
         assert metric.flips.wrong_to_right == sum(b > a for a, b in zip(across, left, strict=True))
 
 
-def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
-    mha: Path, own_tasks: Path, tmp_path: Path
-) -> None:
+def test_word_perplexity_of_the_harness_is_our_protocols(mha: Path, own_tasks: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps({"text": ROWS}))
     (own_tasks / "pages.json").write_text(
@@ -96,20 +85,14 @@ def test_word_perplexity_of_the_harness_is_that_of_our_protocol(
     assert theirs["word_perplexity"].student.standard_error is None
 
 
-def test_a_group_is_all_its_documents_and_agrees_with_the_harness(
-    mha: Path, other: Path, own_tasks: Path
-) -> None:
+def test_a_group_is_all_its_documents_as_in_the_harness(mha: Path, other: Path, own_tasks: Path) -> None:
     found = run_tasks(mha, other, own_tasks, "kv_both,kv_one,kv_two")
     one, two, both = (found.tasks[name].metrics["acc"] for name in ("kv_one", "kv_two", "kv_both"))
     assert found.tasks["kv_both"].samples == 29
     assert both.student.mean == pytest.approx((24 * one.student.mean + 5 * two.student.mean) / 29)
-    assert one.flips is not None
-    assert two.flips is not None
-    assert both.flips is not None
     assert both.flips.right_to_wrong == one.flips.right_to_wrong + two.flips.right_to_wrong
     primary = [task.metrics[task.primary] for task in found.tasks.values()]
     assert found.average.student == pytest.approx(np.mean([metric.student.mean for metric in primary]))
-    assert found.average.difference is not None
     errors = [metric.difference.standard_error for metric in primary if metric.difference]
     assert found.average.difference.standard_error == pytest.approx(
         math.sqrt(sum(error**2 for error in errors if error)) / 3
