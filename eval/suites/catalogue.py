@@ -107,7 +107,7 @@ class GenerationSettings(Settings):
     Default: beginnings of windows of --text."""
     generation_prompts: int = Field(default=32, ge=1)
     """generation: texts at most that are continued."""
-    generation_tokens: int = Field(default=128, ge=1)
+    generation_tokens: Annotated[int, Field(ge=1), Option(metavar="N")] | None = None
     """generation: tokens of a continuation. Default: 128, or what the models' positions leave."""
     generation_questions: int = Field(default=16, ge=0)
     """generation: questions per task: sums, sorting, copying, looking up."""

@@ -46,6 +46,7 @@ from .catalogue import GenerationSettings
 from .decoding import read, write
 
 LONGEST_PROMPT = 64  # tokens at the beginning of a window that are continued
+LONGEST_TEXT = 128  # tokens of a continuation, unless --generation-tokens says otherwise
 LONGEST_ANSWER = 64
 AGREEMENT = (1, 8, 32, 128, 512)
 RUN = 4  # tokens of a run that may be repeated
@@ -63,7 +64,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WrittenWork:
+class Assignment:
     """What every model is asked.
 
     Attributes:
@@ -120,12 +121,14 @@ def rows(found: GenerationBlock, roles: tuple[str, ...]) -> list[list[str]]:
 
 def check_room(subject: Subject) -> None:
     """Check that prompts and answers fit into every model's positions."""
-    subject.once(_work)
+    subject.once(_assignment)
 
 
 def measure(subject: Subject) -> GenerationBlock:
     """Let every model write, and read what it and its teacher wrote."""
-    work, settings = subject.once(_work), subject.asked(GenerationSettings)
+    work, settings = subject.once(_assignment), subject.asked(GenerationSettings)
+    digest = hashlib.sha256(json.dumps(work.prompts).encode()).hexdigest()
+    part = f"generation/{digest[:16]}"  # the file of --prompts may change before a run is resumed
     has_teacher = "teacher" in subject.roles
     others = [role for role in subject.roles if role != "teacher"] if has_teacher else []
     readings = [(role, role, "drawn") for role in subject.roles]
@@ -138,7 +141,7 @@ def measure(subject: Subject) -> GenerationBlock:
         do: Callable[[], Any] = partial(_write, subject, role, kind, work)
         if kind == "answers":
             do = partial(_answer, subject, role, work)
-        found = subject.part(f"generation/{role}/{kind}", do)
+        found = subject.part(f"{part}/{role}/{kind}", do)
         if kind == "answers":
             answers[role] = [Answer(*one) for one in found]
         else:
@@ -147,7 +150,7 @@ def measure(subject: Subject) -> GenerationBlock:
     readings.sort(key=lambda one: subject.roles.index(one[0]))  # each model is loaded once
     for reader, writer, kind in progress(readings, "Reading", len(readings)):
         do = partial(_read, subject, reader, work.prompts, texts[writer, kind])
-        read_by[reader, writer, kind] = subject.part(f"generation/{reader}/{writer}/{kind}", do)
+        read_by[reader, writer, kind] = subject.part(f"{part}/{reader}/{writer}/{kind}", do)
     models = {role: _model(work, answers[role], texts[role, "greedy"], read_by[role, role, "drawn"]["nll"])
               for role in subject.roles}  # fmt: skip
     differences = {
@@ -163,7 +166,7 @@ def measure(subject: Subject) -> GenerationBlock:
     }
     return GenerationBlock(
         prompts=len(work.prompts),
-        prompts_sha256=hashlib.sha256(json.dumps(work.prompts).encode()).hexdigest(),
+        prompts_sha256=digest,
         questions=len(work.questions),
         tokens=work.steps,
         seed=settings.generation_seed,
@@ -175,7 +178,7 @@ def measure(subject: Subject) -> GenerationBlock:
     )
 
 
-def _work(subject: Subject) -> WrittenWork:
+def _assignment(subject: Subject) -> Assignment:
     """Return what every model is asked.
 
     Raises:
@@ -183,7 +186,7 @@ def _work(subject: Subject) -> WrittenWork:
             positions.
     """
     settings, tokenizer = subject.asked(GenerationSettings), subject.described("student").tokenizer
-    positions, steps = subject.limit.positions, settings.generation_tokens
+    positions, steps = subject.limit.positions, settings.generation_tokens or LONGEST_TEXT
     if settings.prompts is not None:
         prompts = _prompts_of(settings.prompts, tokenizer, settings.generation_prompts)
         longest = max(map(len, prompts))
@@ -194,7 +197,7 @@ def _work(subject: Subject) -> WrittenWork:
         if length < 1:
             raise InvalidInput(f"--window {windows.length} leaves no beginning to continue; use 4 or more")
         prompts = windows.ids_NW[: settings.generation_prompts, :length].tolist()
-        if "generation_tokens" not in settings.model_fields_set and positions is not None:
+        if settings.generation_tokens is None and positions is not None:
             steps = min(steps, positions - length)
         subject.limit.check(f"--generation-tokens {steps} behind {length} tokens of text", length + steps)
     head = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -208,7 +211,7 @@ def _work(subject: Subject) -> WrittenWork:
     left_out = settings.generation_questions * len(TASKS) - len(questions)
     if left_out:
         notice(f"--suite generation leaves out {left_out} questions: no room in {positions} positions")
-    return WrittenWork(prompts, steps, questions)
+    return Assignment(prompts, steps, questions)
 
 
 def _prompts_of(file: Path, tokenizer: Any, count: int) -> Texts:
@@ -254,7 +257,7 @@ def _ends(subject: Subject) -> frozenset[int]:
     return frozenset(token for token in (*listed, described.tokenizer.eos_token_id) if token is not None)
 
 
-def _write(subject: Subject, role: str, kind: str, work: WrittenWork) -> Texts:
+def _write(subject: Subject, role: str, kind: str, work: Assignment) -> Texts:
     """Return what a model writes behind each prompt."""
     ends, chance_NT = _ends(subject), None
     if kind == "drawn":
@@ -266,7 +269,7 @@ def _write(subject: Subject, role: str, kind: str, work: WrittenWork) -> Texts:
     )  # fmt: skip
 
 
-def _answer(subject: Subject, role: str, work: WrittenWork) -> list[Answer]:
+def _answer(subject: Subject, role: str, work: Assignment) -> list[Answer]:
     """Return how a model answers each question, up to the end of the answer's line."""
     loaded, ends = subject.load(role), _ends(subject)
 
@@ -320,9 +323,7 @@ def _losses(
     return found
 
 
-def _model(
-    work: WrittenWork, answers: list[Answer], greedy: Texts, nll: list[list[float]]
-) -> ModelGeneration:
+def _model(work: Assignment, answers: list[Answer], greedy: Texts, nll: list[list[float]]) -> ModelGeneration:
     of_task: dict[str, list[float]] = {}
     for (asked, _), answer in zip(work.questions, answers, strict=True):
         of_task.setdefault(asked.task, []).append(float(answer.right))

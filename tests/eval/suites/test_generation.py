@@ -170,6 +170,13 @@ def test_a_text_or_prompts_are_needed(models: tuple[Path, Path], tmp_path: Path)
         EvalRequest.read({"model": str(models[0]), "text": "stdlib", "prompts": str(tmp_path)})
 
 
+def test_by_default_a_continuation_takes_the_positions_that_are_left(make: Make, text: Text) -> None:
+    found = run(make(max_position_embeddings=64), None, text, generation_tokens=None, generation_prompts=2)
+    assert (found.tokens, found.questions) == (64 - 16, 0)
+    assert found.student.right is None
+    assert found.difference is None
+
+
 def test_partings_are_counted_where_they_happen() -> None:
     assert [generation._parting(*pair) for pair in (([1, 2], [1, 2]), ([1, 3], [1, 2]), ([1], [1, 2]))] == [
         None,
