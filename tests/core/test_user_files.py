@@ -89,7 +89,7 @@ def test_a_killed_run_resumes_with_its_statistics(tmp_path: Path, monkeypatch: p
     for other, changed in ((source, ("--seed", "1")), (make(tmp_path / "other", seed=7), ())):
         refused = convert(other, *options, *changed, out=tmp_path / "out", code=2)
         assert "s.safetensors exists and nothing is overwritten" in refused.output
-    monkeypatch.setattr("kvfold.convert.calibration.study.load_model", lambda *_: pytest.fail("taken again"))
+    monkeypatch.setattr(study, "_collect", lambda *_, **__: pytest.fail("taken again"))
     assert "is used as it is" in convert(source, *options, out=tmp_path / "out", code=0).stderr
     assert file.read_bytes() == kept
     assert same_bytes(tmp_path / "out", tmp_path / "whole") == []

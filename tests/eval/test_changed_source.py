@@ -62,7 +62,7 @@ def test_weights_that_another_tool_trained_are_reported(make: Make, tmp_path: Pa
     assert sentence in run_main("eval", *measure).output
     report = check(out)
     [found] = [each for each in report.checks if each.name == "weights"]
-    assert found.detail.startswith(sentence)
+    assert found.detail.startswith(f"the {sentence}")
     assert found.passed is None
     assert not report.failures, "training with another tool is no failure"
 
