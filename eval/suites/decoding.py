@@ -5,7 +5,7 @@ formed, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -83,19 +83,23 @@ def write(
     Raises:
         InvalidInput: the logits are not finite.
     """
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     found: list[list[int]] = [[] for _ in prompts]
+    for batch in batches(prompts, batch_size):
+        chance_BT = None if chance_NT is None else chance_NT[batch]
+        ids_BP = torch.tensor([prompts[number] for number in batch], device=loaded.device)
+        limits = [steps[number] for number in batch]
+        written = _continued(loaded, ids_BP, limits, role, chance_BT, is_over)
+        for number, tokens in zip(batch, written, strict=True):
+            found[number] = tokens
+    return found
+
+
+def batches(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+    """Yield the numbers of at most `size` prompts of one length at a time."""
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for _, same in groupby(order, key=lambda number: len(prompts[number])):
         numbers = list(same)
-        for start in range(0, len(numbers), batch_size):
-            batch = numbers[start : start + batch_size]
-            chance_BT = None if chance_NT is None else chance_NT[batch]
-            ids_BP = torch.tensor([prompts[number] for number in batch], device=loaded.device)
-            limits = [steps[number] for number in batch]
-            written = _continued(loaded, ids_BP, limits, role, chance_BT, is_over)
-            for number, tokens in zip(batch, written, strict=True):
-                found[number] = tokens
-    return found
+        yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
 def _continued(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from ..estimate import estimate, proportion, proportion_difference
 from ..subject import Subject
 from .answer_tasks import TASKS, Question, question
 from .catalogue import GenerationSettings
-from .decoding import read, write
+from .decoding import batches, read, write
 
 LONGEST_PROMPT = 64  # tokens at the beginning of a window that are continued
 LONGEST_TEXT = 128  # tokens of a continuation, unless --generation-tokens says otherwise
@@ -291,16 +290,12 @@ def _answer(subject: Subject, role: str, work: Assignment) -> list[Answer]:
 
 def _read(subject: Subject, role: str, prompts: Texts, texts: Texts) -> Reading:
     """Return the loss of each token of the texts behind their prompts, and the entropy before it, in nats."""
-    loaded, size = subject.load(role), subject.options.batch_size
+    loaded = subject.load(role)
     nll: list[list[float]] = [[] for _ in texts]
     entropy: list[list[float]] = [[] for _ in texts]
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    for _, same in groupby(order, key=lambda number: len(prompts[number])):
-        numbers = list(same)
-        for start in range(0, len(numbers), size):
-            batch = numbers[start : start + size]
-            for number, found in zip(batch, _losses(loaded, batch, prompts, texts), strict=True):
-                nll[number], entropy[number] = found
+    for batch in batches(prompts, subject.options.batch_size):
+        for number, found in zip(batch, _losses(loaded, batch, prompts, texts), strict=True):
+            nll[number], entropy[number] = found
     return {"nll": nll, "entropy": entropy}
 
 
