@@ -22,51 +22,56 @@ class Task:
 
     Attributes:
         says: what the prompt says first.
-        draw: draws a question and its answer, with the steps of it.
+        draw: draws a question of a size, and its answer with the steps of it.
+        sizes: one of them is drawn for a prompt and its examples; small models solve the smallest.
         last: words at the end of a right answer; None: all of it.
     """
 
     says: str
-    draw: Callable[[random.Random], Drawn]
+    draw: Callable[[random.Random, int], Drawn]
+    sizes: tuple[int, ...]
     last: int | None = None
 
 
-def _arithmetic(draw: random.Random) -> Drawn:
-    one, two, three, four = (draw.randint(2, 9) for _ in range(4))
-    steps = [
-        f"{one * two} + {three} + {four}",
-        f"{one * two + three} + {four}",
-        str(one * two + three + four),
-    ]
-    return f"{one} * {two} + {three} + {four} =", " = ".join(steps)
+def _arithmetic(draw: random.Random, size: int) -> Drawn:
+    """Add numbers from the left; of four or more the first two are multiplied."""
+    numbers = [draw.randint(2, 9) for _ in range(size)]
+    is_product = size > 3
+    first = f"{numbers[0]} {'*' if is_product else '+'} {numbers[1]}"
+    found, rest = numbers[0] * numbers[1] if is_product else sum(numbers[:2]), numbers[2:]
+    steps = [[found, *rest]]
+    while len(steps[-1]) > 1:
+        one, two, *left = steps[-1]
+        steps.append([one + two, *left])
+    asked = " + ".join([first, *map(str, rest)])
+    return f"{asked} =", " = ".join(" + ".join(map(str, step)) for step in steps)
 
 
-def _sorting(draw: random.Random) -> Drawn:
-    numbers = draw.sample(range(10, 100), 5)
+def _sorting(draw: random.Random, size: int) -> Drawn:
+    numbers = draw.sample(range(10, 100), size)
     return f"{' '.join(map(str, numbers))} ->", " ".join(map(str, sorted(numbers)))
 
 
-def _copying(draw: random.Random) -> Drawn:
-    words = draw.sample(_WORDS, 6)
+def _copying(draw: random.Random, size: int) -> Drawn:
+    words = draw.sample(_WORDS, size)
     old, new = draw.choice(words), draw.choice(_WORDS)
-    return f"{old} becomes {new}: {' '.join(words)} ->", " ".join(
-        new if word == old else word for word in words
-    )
+    copied = " ".join(new if word == old else word for word in words)
+    return f"{old} becomes {new}: {' '.join(words)} ->", copied
 
 
-def _looking_up(draw: random.Random) -> Drawn:
-    names = draw.sample(_WORDS, 5)
-    numbers = draw.sample(range(100, 1000), 5)
-    asked = draw.randrange(5)
+def _looking_up(draw: random.Random, size: int) -> Drawn:
+    names = draw.sample(_WORDS, size)
+    numbers = draw.sample(range(100, 1000), size)
+    asked = draw.randrange(size)
     pairs = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
     return f"{pairs}. {names[asked]} ->", str(numbers[asked])
 
 
 TASKS = {
-    "arithmetic": Task("Work the sums out step by step.", _arithmetic, last=1),
-    "sorting": Task("Sort the numbers.", _sorting),
-    "copying": Task("Copy the words and replace one.", _copying),
-    "looking up": Task("Find the number of a word.", _looking_up),
+    "arithmetic": Task("Work the sums out step by step.", _arithmetic, (2, 3, 4, 5), last=1),
+    "sorting": Task("Sort the numbers.", _sorting, (2, 3, 5, 8)),
+    "copying": Task("Copy the words and replace one.", _copying, (2, 3, 5, 8)),
+    "looking up": Task("Find the number of a word.", _looking_up, (2, 4, 8, 12)),
 }
 
 
@@ -88,7 +93,8 @@ class Question:
 def question(task: str, seed: str) -> Question:
     """Draw a question of a task; the same seed gives the same one."""
     draw, kind = random.Random(f"{task}/{seed}"), TASKS[task]
-    shots = [kind.draw(draw) for _ in range(SHOTS + 1)]
+    size = draw.choice(kind.sizes)
+    shots = [kind.draw(draw, size) for _ in range(SHOTS + 1)]
     solved = [f"{asked} {answer}" for asked, answer in shots[:-1]]
     asked, answer = shots[-1]
     return Question(task, "\n".join([kind.says, *solved, asked]), answer)

@@ -22,7 +22,7 @@ from kvfold.texts.corpus import Text, read_text
 from ...support.conversations import PLAIN, say
 from ..conftest import Make
 
-LENGTH = 700  # bytes are tokens here
+LENGTH = 1500  # bytes are tokens here
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +148,7 @@ def test_prompts_of_a_file(models: tuple[Path, Path], tmp_path: Path, make: Make
     ("rows", "settings", "message"),
     [
         ('{"text": "a"}\n', {}, r"holds no prompt; its rows should have `prompt`, a text, or `messages`"),
-        ('{"prompt": "' + "a" * 690 + '"}\n', {}, r"--generation-tokens 24 exceeds the 700 positions of"),
+        ('{"prompt": "' + "a" * 1490 + '"}\n', {}, r"--generation-tokens 24 exceeds the 1500 positions of"),
         ('{"messages": [1]}\n', {}, r"the chat template does not render row 1"),
     ],
 )
