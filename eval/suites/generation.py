@@ -188,17 +188,22 @@ def _assignment(subject: Subject) -> Assignment:
     positions, steps = subject.limit.positions, settings.generation_tokens or LONGEST_TEXT
     if settings.prompts is not None:
         prompts = _prompts_of(settings.prompts, tokenizer, settings.generation_prompts)
-        longest = max(map(len, prompts))
-        subject.limit.check(f"--prompts {settings.prompts} with --generation-tokens {steps}", longest + steps)
     else:
         windows = subject.windows
         length = min(LONGEST_PROMPT, windows.length // 4)
         if length < 1:
             raise InvalidInput(f"--window {windows.length} leaves no beginning to continue; use 4 or more")
         prompts = windows.ids_NW[: settings.generation_prompts, :length].tolist()
-        if settings.generation_tokens is None and positions is not None:
-            steps = min(steps, positions - length)
-        subject.limit.check(f"--generation-tokens {steps} behind {length} tokens of text", length + steps)
+    longest = max(map(len, prompts))
+    room = steps if positions is None else positions - longest
+    if settings.generation_tokens is None:
+        steps = min(steps, max(1, room))
+    if steps > room:
+        remedy = f"use {room} or fewer" if room > 0 else "give shorter prompts"
+        raise InvalidInput(
+            f"--generation-tokens {steps} behind a prompt of {longest} tokens exceeds the {positions} "
+            f"positions of {subject.limit.path}; {remedy}"
+        )
     head = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     questions = []
     for task in TASKS:

@@ -148,7 +148,11 @@ def test_prompts_of_a_file(models: tuple[Path, Path], tmp_path: Path, make: Make
     ("rows", "settings", "message"),
     [
         ('{"text": "a"}\n', {}, r"holds no prompt; its rows should have `prompt`, a text, or `messages`"),
-        ('{"prompt": "' + "a" * 1490 + '"}\n', {}, r"--generation-tokens 24 exceeds the 1500 positions of"),
+        (
+            '{"prompt": "' + "a" * 1490 + '"}\n',
+            {},
+            r"24 behind a prompt of 1490 tokens exceeds the 1500 positions of .*; use 10 or fewer",
+        ),
         ('{"messages": [1]}\n', {}, r"the chat template does not render row 1"),
     ],
 )
