@@ -64,7 +64,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What every model is asked.
+    """Prompts and questions, the same for every model.
 
     Attributes:
         prompts: texts to continue, in tokens.

@@ -307,7 +307,7 @@ class RulerBlock(SuiteBlock):
 
 @dataclass(frozen=True)
 class ModelGeneration:
-    """What one model writes.
+    """Numbers of the texts and answers that one model writes.
 
     Attributes:
         right: share of questions answered right; None where no question fits into the models' positions.
@@ -328,7 +328,7 @@ class ModelGeneration:
 
 @dataclass(frozen=True)
 class PartingRate:
-    """How often greedy texts part where the teacher's entropy is at most `entropy` nats.
+    """A rate at which greedy texts part where the teacher's entropy is at most `entropy` nats.
 
     Tokens count in the first of the table's rows that holds them, `tokens` in all.
     """

@@ -174,7 +174,7 @@ def write_checkpoint(
 
 
 def generation(right: float) -> dict[str, Any]:
-    """What a checkpoint wrote that answers a share of the questions, all of which its source answers."""
+    """Numbers of a checkpoint that answers a share of the questions, all of which its source answers."""
     model = {
         "right": estimate(right), "by_task": {"sorting": estimate(right)}, "length": estimate(12.0),
         "endless": estimate(0.0), "repeated": estimate(0.2), "nll": estimate(1.5),
