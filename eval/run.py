@@ -67,7 +67,8 @@ def evaluate(
         with together():
             subject.check_unchanged()
     protocol = None
-    if text is not None and any(SUITES[name].reads_text for name in suites):
+    # Where texts are only begun and continued, nothing of them is scored.
+    if text is not None and any(SUITES[name].reads_text and SUITES[name].on_all_ranks for name in suites):
         windows = subject.windows
         protocol = TextProtocol(
             name=windows.name,

@@ -12,19 +12,15 @@ from textwrap import shorten
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from ...core.console import notice
 from ...core.errors import InvalidInput
+from ...models.load_failures import TEMPLATE_FAILURES
 from ...texts.sources import read_field
 from ..recipe.data_section import Data, TextSource
 from .token_documents import SCORED, START, Piece, Pieces
 from .turns import Rendered, Unrendered, rendered_turns
 
-# A template is a program: it may divide by zero, or call itself without an end (a RuntimeError).
-_FAILURES = (
-    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
-)  # fmt: skip
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _POOL = 64  # conversations from which the next one to fill a window is chosen
 # Characters of a rendered conversation, for each of which a tokenizer takes 20 bytes of memory. Few have more
@@ -175,7 +171,7 @@ def conversation(messages: list[dict[str, Any]], tokenizer: Any, name: str) -> l
             f"the chat template leaves out what message {left_out.number} of {_named(messages, name)} says, "
             "so there is nothing to learn; use a template that renders it"
         ) from None
-    except _FAILURES as error:
+    except TEMPLATE_FAILURES as error:
         reason = shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
         raise Refused(f"the chat template cannot render {_named(messages, name)}: {reason}") from None
 

@@ -176,14 +176,12 @@ def _generation(group: Group) -> PageSection:
 
 def verdict(found: GenerationDifference) -> str:
     """Return in a sentence how a checkpoint writes next to its source."""
-    parts = [f"writes {found.kl_own_text.mean:.3g} nats per token from what its source would"]
+    parts = [f"writes text that is {found.kl_own_text.mean:.3g} nats per token from its source's predictions"]
     if found.right is not None:
         points = 100 * found.right.mean
-        noise = (
-            ""
-            if found.right.low is None or not found.right.low <= 0 <= (found.right.high or 0)
-            else (" (within the noise)")
-        )
+        low, high = found.right.low, found.right.high
+        is_noise = low is not None and high is not None and low <= 0 <= high
+        noise = " (within the noise)" if is_noise else ""
         worse = "worse" if points < 0 else "better"
         parts.append(f"answers {abs(points):.1f} points {worse}{noise}")
     if found.length is not None:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
 from ...checkpoints.quality_blocks import (
     Estimate,
@@ -36,6 +35,7 @@ from ...checkpoints.quality_blocks import (
 from ...core.console import notice, progress
 from ...core.errors import InvalidInput
 from ...models.causal_lm import Loaded
+from ...models.load_failures import TEMPLATE_FAILURES
 from ...texts.document_rows import DocumentSource, NoField
 from ...texts.sources import first_rows
 from ..estimate import estimate, proportion, proportion_difference
@@ -232,7 +232,7 @@ def _prompts_of(file: Path, tokenizer: Any, count: int) -> Texts:
         elif isinstance(messages, list) and messages:
             try:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except (TemplateError, TypeError, ValueError, LookupError) as error:
+            except TEMPLATE_FAILURES as error:
                 raise InvalidInput(
                     f"--prompts {file}: the chat template does not render row {number}: {error}"
                 ) from None

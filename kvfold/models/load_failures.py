@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 
+from jinja2 import TemplateError
+
 from ..core.errors import InvalidInput
 from ..core.memory import is_full
 from ..core.untrusted import printable
@@ -21,6 +23,11 @@ _NAMED = (
     AssertionError,
     ArithmeticError,
 )
+
+# A chat template is a program: it may divide by zero, or call itself without an end (a RuntimeError).
+TEMPLATE_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
+)  # fmt: skip
 
 
 def _is_refusal(kind: type[BaseException]) -> bool:

@@ -334,4 +334,6 @@ def test_a_sentence_says_how_a_checkpoint_writes(
     changed = replace(
         found, right=Estimate(mean, error, mean - 2 * error, mean + 2 * error), length=Estimate(length)
     )
-    assert verdict(changed) == f"writes 0.0375 nats per token from what its source would; {said}"
+    assert (
+        verdict(changed) == f"writes text that is 0.0375 nats per token from its source's predictions; {said}"
+    )

@@ -49,6 +49,17 @@ def run(student: Path, teacher: Path | None, text: Text | None, **settings: Any)
     return found
 
 
+def test_no_token_of_the_text_counts_as_scored(models: tuple[Path, Path], text: Text) -> None:
+    settings = SuiteSettings.read(
+        {"generation_prompts": 1, "generation_tokens": 1, "generation_questions": 0}
+    )
+    options = Options(device="cpu", window=64)
+    for suites, is_scored in ((("generation",), False), (("ppl", "generation"), True)):
+        found = evaluate(models[0], None, text, options, suites=suites, settings=settings)
+        assert (found.protocol is not None) == is_scored
+        assert any("scored" in row[0] for row in found.rows) == is_scored
+
+
 def test_a_model_next_to_itself_writes_the_same(models: tuple[Path, Path], text: Text) -> None:
     found = run(models[0], models[0], text, generation_questions=2)
     apart = found.difference
@@ -138,6 +149,10 @@ def test_prompts_of_a_file(models: tuple[Path, Path], tmp_path: Path, make: Make
     file.write_text(
         json.dumps({"messages": say("hi")}) + "\n" + json.dumps({"messages": say("ho", "a", "b")})
     )
+    tokenizer.chat_template = "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"
+    with pytest.raises(InvalidInput, match=r"the chat template does not render row 1: .*recursion"):
+        generation._prompts_of(file, tokenizer, 9)
+    tokenizer.chat_template = PLAIN
     ids = generation._prompts_of(file, tokenizer, 9)
     assert [tokenizer.decode(each) for each in ids] == [
         "<s>[user]hi;[assistant]", "<s>[user]ho;[assistant]a;[user]b;[assistant]"
