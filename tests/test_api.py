@@ -346,7 +346,11 @@ def test_a_text_that_shows_next_to_nothing_is_named(folded: Folded, work: Path) 
     narrow = kvfold.fold(DEMO, kvfold.MQA(), out=work / "narrow", **calibrated)
     for notices in (narrow.notices, narrow.record["notices"]):
         assert sum("moves 1.3 of 128 directions of the first layer's input" in text for text in notices) == 1
-    assert not [text for text in folded.notices if "directions of" in text]
+    (work / "sentence.txt").write_text("The quick brown fox jumps over the lazy dog and runs away. " * 400)
+    calibrated = {"calibration": str(work / "sentence.txt"), "sequences": 8, "length": 128, "refine": 0}
+    repeated = kvfold.fold(DEMO, kvfold.MQA(), out=work / "repeated", **calibrated)
+    assert sum("repeats itself: its 1,024 tokens have " in text for text in repeated.notices) == 1
+    assert not [text for text in folded.notices if "directions of" in text or "repeats itself" in text]
 
 
 def test_the_callers_settings_change_nothing(work: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ...checkpoints.card import read_card
 from ...checkpoints.directory import check_output, check_side_files
@@ -36,6 +37,9 @@ from .settle import settle
 # Directions that a text moves at least. One letter moves one, prose as single letters 17, prose in the tokens
 # of usual vocabularies hundreds.
 _NARROW = 8
+# Text of less than this many runs of tokens repeats a few sentences; 12,288 tokens of a model's own have
+# thousands.
+_RUN, _REPEATED = 4, 256
 
 
 def prepare(
@@ -214,23 +218,40 @@ def _statistics_notices(request: FoldRequest, plan: Plan) -> list[str]:
 
 
 def _narrow_text(plan: Plan) -> list[str]:
-    """Return a sentence where the text repeats so few tokens that it shows next to nothing of the model.
+    """Return a sentence where the text repeats itself so much that it shows next to nothing of the model.
 
-    The first layer's inputs are one direction per token. So their number, each weighted by how often it is
-    read (the exponential of the entropy of the counts), is how many directions the text moves.
+    The first layer's inputs are one direction per token, those of later layers one per token in its context.
+    So the number of different tokens, and that of runs of `_RUN` tokens, bounds how many directions move.
     """
     if plan.statistics is None:
         return []
-    counts = plan.statistics.ids_BT.unique(return_counts=True)[1].double()
-    moved = torch.special.entr(counts / counts.sum()).sum().exp().item()
-    if moved >= min(_NARROW, plan.source.config["vocab_size"] / 16):  # some languages have few letters
-        return []
-    return [
-        f"the calibration text moves {moved:.1f} of {plan.source.geometry.hidden_size} directions of the "
-        f"first layer's input, since it has {len(counts)} different tokens: the predicted loss holds for "
-        "such text only, and other text may lose far more; use --calibration FILE with varied text, or "
-        "--calibration none"
-    ]
+    ids_BT = plan.statistics.ids_BT
+    so = (
+        "the predicted loss holds for such text only, and other text may lose far more; use --calibration "
+        "FILE with varied text, or --calibration none"
+    )
+    different, moved = _varied(ids_BT[..., None])
+    if moved < min(_NARROW, plan.source.config["vocab_size"] / 16):  # some languages have few letters
+        return [
+            f"the calibration text moves {moved:.1f} of {plan.source.geometry.hidden_size} directions of the "
+            f"first layer's input, since it has {different} different tokens: {so}"
+        ]
+    different, moved = _varied(ids_BT.unfold(1, min(_RUN, ids_BT.shape[1]), 1))
+    if moved < min(_REPEATED, ids_BT.numel() / 16):
+        return [
+            f"the calibration text repeats itself: its {ids_BT.numel():,} tokens have {different} different "
+            f"runs of {_RUN}: {so}"
+        ]
+    return []
+
+
+def _varied(windows_BXL: Tensor) -> tuple[int, float]:
+    """Return how many windows of tokens (B, X, L) differ, and that number weighted by how often each comes.
+
+    The latter is the exponential of the entropy of their counts.
+    """
+    counts_X = windows_BXL.flatten(0, 1).unique(dim=0, return_counts=True)[1].double()
+    return len(counts_X), torch.special.entr(counts_X / counts_X.sum()).sum().exp().item()
 
 
 def choose_calibration(request: FoldRequest, plan: Plan, dry_run: bool) -> str | None:
