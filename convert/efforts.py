@@ -45,7 +45,7 @@ EFFORTS = {
     # Steps of two sequences take a quarter of the time of eight. Their gradients have more noise, so less of
     # it is kept from step to step (docs/notes/refinement.md).
     "default": Effort(
-        sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=2, widths=True
+        sequences=48, steps=100, batch=2, momentum=0.8, passes=True, solve=True, draws=1, widths=True
     ),
     "best": Effort(
         sequences=192, steps=300, batch=8, momentum=0.9, passes=False, solve=True, draws=4, widths=True

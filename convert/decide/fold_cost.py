@@ -25,6 +25,7 @@ from ..methods.latent_norm import LEAST_PARTS
 from ..methods.refinement import HELD_BACK, RIDGES, SHARES, trial_steps
 from ..methods.table import reads_statistics
 from ..storage import cache_fit, cache_moments
+from ..storage.rounded_length import sequences_read
 from .plan import Plan
 
 # Measured seconds over counted ones, fitted on folds of four sources (benchmarks/results/fold-cost.json).
@@ -185,7 +186,7 @@ class _Counts:
         without_steps = "output projection" if plan.solves else "measurement"
         work["refinement" if plan.refine else without_steps] = self.layers * self._refinement()
         if self.fits_norm and plan.refine:
-            work["rounded length"] = self.layers * (self._lengths(65) + self._lengths(22))
+            work["rounded length"] = self.layers * (self._rounded(65) + self._rounded(22))
         if plan.request.cache_dtype != "bfloat16":
             work["quantised cache"] = self._quantised()
         return work
@@ -264,16 +265,23 @@ class _Counts:
         # Lengths that leave no direction out, then heads that are balanced by numbers of tokens.
         tried = Work(flop=4 * self.tokens * rank * (self.hidden + rank), cubes=rank**3) + self._measured()
         balanced = Work(flop=4 * self.tokens * (self.hidden + 2 * rank) * (inside + rank))
-        return _NORMED * (self._lengths(24) + len(LEAST_PARTS) * tried + balanced)
+        fitted = self._lengths(24, self.tokens, self.plan.effort.draws)
+        return _NORMED * (fitted + len(LEAST_PARTS) * tried + balanced)
 
-    def _lengths(self, evaluations: int) -> Work:
+    def _rounded(self, evaluations: int) -> Work:
+        """Count a search for a length with which rounding costs less, and measuring it."""
+        assert isinstance(self.plan.target, LatentTarget)
+        read = min(self.sequences, sequences_read(self.plan.target.kv_lora_rank, self.length))
+        return self._lengths(evaluations, read * self.length, 1) + self._measured()
+
+    def _lengths(self, evaluations: int, tokens: float, draws: int) -> Work:
         """Count a search for a length of each token's latent in one layer, by gradients of some draws."""
         assert isinstance(self.plan.target, LatentTarget)
-        rank, draws = self.plan.target.kv_lora_rank, self.plan.effort.draws
-        moments = Work(flop=4 * self.tokens * rank * (self.hidden + 2 * rank), cubes=self.hidden**3)
-        moved = 8 * self.tokens * rank * _DOUBLE
-        search = evaluations * Work(flop=8 * self.tokens * rank**2, moved=moved, calls=100)
-        return (1 + 2 * draws) * self.tokens * self._of_folded() + moments + self._measured() + search
+        rank = self.plan.target.kv_lora_rank
+        moments = Work(flop=4 * tokens * rank * (self.hidden + 2 * rank), cubes=self.hidden**3)
+        moved = 8 * tokens * rank * _DOUBLE
+        search = evaluations * Work(flop=8 * tokens * rank**2, moved=moved, calls=100)
+        return (1 + 2 * draws) * tokens * self._of_folded() + moments + self._measured() + search
 
     def _division(self, closed: Work) -> Work:
         """Count choosing slots and dividing a budget between them and the latent."""

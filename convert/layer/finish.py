@@ -212,7 +212,7 @@ def _with_rounded_length(
         return layer, None
     if layer.level_CC is None or its.folding.method != OWN or not its.folding.refine:
         return layer, None
-    costs = latent_costs(layer, its.slots_S, sample, its.folding.effort.draws)
+    costs = latent_costs(layer, its.slots_S, sample)
     trim_memory()
     root_CC = rounded_root(costs, SHARE, steps)
     made: Any = layer

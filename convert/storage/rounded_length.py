@@ -18,6 +18,7 @@ the second derivative of the loss by a factor on its latent. B has the least
 Legend: attention.py; X tokens.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,9 @@ from ..methods.refinement import BATCH, LayerSample, fitting_device
 SHARE = 0.02  # ε; FP8 errs by 0.026 of a number, bfloat16 by 0.0016 (docs/notes/latent-norm.md)
 STEPS = 60  # of the search before refinement
 FEW_STEPS = 20  # of the one after it, which begins close to its end
+# Tokens that costs are estimated on, by one draw: so many, and for each number of the latent. All tokens and
+# two draws take eight times as long and give no better folds (docs/notes/latent-norm.md).
+_TOKENS, _TOKENS_EACH = 3072, 24
 _LEAST = 1e-6  # of the mean: what each direction is taken to have of S and of K at least
 
 
@@ -50,9 +54,14 @@ class LatentCosts:
     curvature_CC: Tensor
 
 
+def sequences_read(rank: int, length: int) -> int:
+    """Return how many sequences of `length` tokens the costs of a latent are estimated on, at most."""
+    return math.ceil(max(_TOKENS, _TOKENS_EACH * rank) / length)
+
+
 @torch.enable_grad()
-def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, draws: int) -> LatentCosts:
-    """Return the tokens of a layer's latent and the cost of errors in it, on the sequences that fit a layer.
+def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, draws: int = 1) -> LatentCosts:
+    """Return tokens of a layer's latent and the cost of errors in it, on some that it is fitted on.
 
     Second derivatives are those that `LayerSample.slopes` estimates.
 
@@ -64,6 +73,7 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
     """
     assert layer.level_CC is not None
     device, rank = fitting_device(), len(layer.down_CD)
+    used = sample.used[: sequences_read(rank, sample.input_BTD.shape[1])]
     folded, scoring = layer.to(torch.float32, device), sample.scoring.to(torch.float32, device)
     generator = torch.Generator().manual_seed(0)
     written: list[Tensor] = []
@@ -76,7 +86,7 @@ def latent_costs(layer: LatentAttention, slots_S: Tensor, sample: LayerSample, d
     energy_D = rows_CD.new_zeros(rows_CD.shape[1])
     units, weights = [], []
     curvature_CC = rows_CD.new_zeros(rank, rank)
-    for part_BTD in sample.input_BTD[sample.used].split(BATCH):
+    for part_BTD in sample.input_BTD[used].split(BATCH):
         given_BTD = attend(folded, part_BTD.to(device, torch.float32), slots_S, scoring, cache=watched)
         latent_XC = written[-1].detach().flatten(0, 1).double()
         weight_X = torch.zeros_like(latent_XC[:, 0])
