@@ -48,10 +48,12 @@ LONGEST_PROMPT = 64  # tokens at the beginning of a window that are continued
 LONGEST_TEXT = 128  # tokens of a continuation, unless --generation-tokens says otherwise
 LONGEST_ANSWER = 64
 AGREEMENT = (1, 8, 32, 128, 512)
+DRAFTED = (1, 2, 4, 8)  # tokens that a model drafts for its teacher at once
 RUN = 4  # tokens of a run that may be repeated
 KINDS = ("greedy", "drawn")
 Texts = list[list[int]]
-Reading = dict[str, list[list[float]]]  # `nll` and `entropy` of each token of each text, nats
+# `nll` and `entropy` of each token of each text, nats, and whether the token is the likeliest (`top`, 0 or 1)
+Reading = dict[str, list[list[float]]]
 
 
 class Answer(NamedTuple):
@@ -111,6 +113,10 @@ def rows(found: GenerationBlock, roles: tuple[str, ...]) -> list[list[str]]:
         for tokens in found.difference.agreement:
             label = f"greedy text as the teacher's for {tokens} tokens"
             lines.append(line(label, of("agreement", tokens)))
+        for kind in KINDS:
+            for tokens in getattr(found.difference, f"accepted_{kind}"):
+                label = f"accepted of {tokens} tokens drafted for the teacher, {kind}"
+                lines.append(line(label, of(f"accepted_{kind}", tokens)))
         lines += [
             line("KL on its own text, nats", of("kl_own_text")),
             line("KL on the teacher's text, nats", of("kl_teacher_text")),
@@ -132,7 +138,7 @@ def measure(subject: Subject) -> GenerationBlock:
     others = [role for role in subject.roles if role != "teacher"] if has_teacher else []
     readings = [(role, role, "drawn") for role in subject.roles]
     readings += [pair for role in others for pair in ((role, "teacher", "drawn"), ("teacher", role, "drawn"))]
-    readings += [("teacher", "teacher", "greedy")] if has_teacher else []
+    readings += [(role, "teacher", "greedy") for role in subject.roles] if has_teacher else []
     texts: dict[tuple[str, str], Texts] = {}
     answers: dict[str, list[Answer]] = {}
     units = [(role, kind) for role in subject.roles for kind in (*KINDS, "answers")]
@@ -294,20 +300,15 @@ def _answer(subject: Subject, role: str, work: Assignment) -> list[Answer]:
 
 
 def _read(subject: Subject, role: str, prompts: Texts, texts: Texts) -> Reading:
-    """Return the loss of each token of the texts behind their prompts, and the entropy before it, in nats."""
-    loaded = subject.load(role)
-    nll: list[list[float]] = [[] for _ in texts]
-    entropy: list[list[float]] = [[] for _ in texts]
+    """Return what a model predicts for each token of the texts behind their prompts."""
+    loaded, found = subject.load(role), {}
     for batch in batches(prompts, subject.options.batch_size):
-        for number, found in zip(batch, _losses(loaded, batch, prompts, texts), strict=True):
-            nll[number], entropy[number] = found
-    return {"nll": nll, "entropy": entropy}
+        found.update(zip(batch, _losses(loaded, batch, prompts, texts), strict=True))
+    return {name: [found[number][name] for number in range(len(texts))] for name in ("nll", "entropy", "top")}
 
 
 @torch.inference_mode()
-def _losses(
-    loaded: Loaded, batch: list[int], prompts: Texts, texts: Texts
-) -> list[tuple[list[float], list[float]]]:
+def _losses(loaded: Loaded, batch: list[int], prompts: Texts, texts: Texts) -> list[dict[str, list[float]]]:
     longest = max(len(texts[number]) for number in batch)
     # Nothing attends to what follows it, so any token will do behind a text that has ended.
     rows = [[*prompts[number], *texts[number], *[0] * (longest - len(texts[number]))] for number in batch]
@@ -319,7 +320,8 @@ def _losses(
         log_TV = row_TV[: len(text_T)].float().log_softmax(-1)
         nll_T = -log_TV.gather(1, text_T[:, None])[:, 0]
         entropy_T = -(log_TV.exp() * log_TV.clamp_min(torch.finfo(log_TV.dtype).min)).sum(-1)
-        found.append((nll_T.tolist(), entropy_T.tolist()))
+        top_T = (log_TV.argmax(-1) == text_T).float()
+        found.append({"nll": nll_T.tolist(), "entropy": entropy_T.tolist(), "top": top_T.tolist()})
     return found
 
 
@@ -378,7 +380,41 @@ def _difference(
         parting_by_entropy=_rates(partings, read_by["teacher", "teacher", "greedy"]["entropy"]),
         kl_own_text=kl("teacher", role),
         kl_teacher_text=kl(role, "teacher"),
+        accepted_greedy=_accepted(read_by[role, "teacher", "greedy"]["top"]),
+        accepted_drawn=_accepted(
+            [
+                [min(1.0, math.exp(own - its)) for its, own in zip(*texts, strict=True)]
+                for texts in zip(
+                    read_by[role, "teacher", "drawn"]["nll"],
+                    read_by["teacher", "teacher", "drawn"]["nll"],
+                    strict=True,
+                )
+            ]
+        ),
     )
+
+
+def _accepted(chances: list[list[float]]) -> dict[str, Estimate]:
+    """Return how many of N tokens that a model drafts its teacher accepts, by N, from every place of a text.
+
+    With p of the teacher and q of the draft, a run of tokens is drafted and accepted with probability
+    Π min(p, q) (Leviathan et al., 2023, Speculative decoding). That is the mean of Π min(1, q/p) over runs
+    that the teacher draws, so its own text shows it without bias.
+
+    Args:
+        chances: min(1, q/p) of the teacher's tokens, or whether a greedy draft has the same one.
+    """
+    found = {}
+    for drafted in DRAFTED:
+        runs = [
+            np.lib.stride_tricks.sliding_window_view(text, drafted)
+            for text in chances
+            if len(text) >= drafted
+        ]
+        if runs:
+            means = [float(text.cumprod(1).sum(1).mean()) for text in runs]
+            found[str(drafted)] = estimate(means, [float(len(text)) for text in runs])
+    return found
 
 
 def _parting(ours: list[int], theirs: list[int]) -> int | None:

@@ -9,7 +9,7 @@ A field named `student`, `teacher` or `parent` holds the numbers of one model: t
 source, and the folded checkpoint that it was distilled from. It is None where that model was not measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 Grid = tuple[tuple[float, ...], ...]  # one row per length, one column per depth
@@ -351,6 +351,8 @@ class GenerationDifference:
         parting_by_entropy: how often they part at the next token, by quartile of the teacher's entropy.
         kl_own_text: KL(student || teacher) per token on text that the student draws, nats.
         kl_teacher_text: KL(teacher || student) per token on text that the teacher draws, nats.
+        accepted_greedy, accepted_drawn: how many of N tokens that the student drafts its teacher accepts in
+            speculative decoding, by `N`, greedily and at temperature 1. Absent before 2026-11-30.
     """
 
     right: Estimate | None
@@ -361,6 +363,8 @@ class GenerationDifference:
     parting_by_entropy: tuple[PartingRate, ...]
     kl_own_text: Estimate
     kl_teacher_text: Estimate
+    accepted_greedy: dict[str, Estimate] = field(default_factory=dict)
+    accepted_drawn: dict[str, Estimate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ def test_a_model_next_to_itself_writes_the_same(models: tuple[Path, Path], text:
     assert [one.rate for one in apart.parting_by_entropy] == [0] * 4
     assert sum(one.tokens for one in apart.parting_by_entropy) == 6 * 24
     assert apart.kl_own_text.mean == apart.kl_teacher_text.mean == 0
+    for accepted in (apart.accepted_greedy, apart.accepted_drawn):
+        assert {drafted: one.mean for drafted, one in accepted.items()} == {"1": 1, "2": 2, "4": 4, "8": 8}
     assert apart.right is not None
     assert apart.right.mean == 0
 
@@ -98,6 +100,39 @@ def test_kl_on_drawn_text_is_that_of_whole_distributions(models: tuple[Path, Pat
     error = (float(apart.kl_own_text.standard_error or 0) ** 2 + float(whole.var()) / 48) ** 0.5
     assert abs(apart.kl_own_text.mean - float(whole.mean())) < 4 * error
     assert apart.kl_own_text.mean > 4 * float(apart.kl_own_text.standard_error or 1) > 0
+
+
+def test_accepted_drafts_are_those_of_whole_distributions(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """A drafted token is accepted with the probability Σ min(p, q), or if it is the likeliest."""
+    student, teacher = models
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once upon a time"}\n' * 48)
+    apart = run(student, teacher, None, generation_prompts=48, generation_questions=0,
+                prompts=tmp_path / "prompts.jsonl").difference  # fmt: skip
+    assert apart is not None
+    ours, theirs = (load(path, Options(device="cpu")) for path in models)
+    prompt = list(theirs.tokenizer("Once upon a time").input_ids)
+    chance = torch.rand(48, 24, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+    def written(chance_NT: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return p and q (N, T, V) of what the teacher writes."""
+        texts = write(theirs, [prompt] * 48, [24] * 48, 8, "teacher", chance_NT=chance_NT)
+        ids = torch.tensor([[*prompt, *tokens] for tokens in texts])
+        with torch.inference_mode():
+            logits = [by.model(input_ids=ids).logits[:, len(prompt) - 1 : -1] for by in (theirs, ours)]
+        p, q = (found.double().softmax(-1) for found in logits)
+        return p, q
+
+    p, q = written(None)
+    same = (p.argmax(-1) == q.argmax(-1))[0].double()
+    assert apart.accepted_greedy["1"].mean == pytest.approx(float(same.mean()))
+    runs = float((same[:-1] + same[:-1] * same[1:]).mean())
+    assert apart.accepted_greedy["2"].mean == pytest.approx(runs)
+    p, q = written(chance)
+    overlap = torch.minimum(p, q).sum(-1).mean(1)
+    found = apart.accepted_drawn["1"]
+    error = (float(found.standard_error or 0) ** 2 + float(overlap.var()) / 48) ** 0.5
+    assert abs(found.mean - float(overlap.mean())) < 4 * error
+    assert 0.1 < float(overlap.mean()) < 0.99
 
 
 def test_greedy_text_is_that_of_transformers(models: tuple[Path, Path]) -> None:
