@@ -35,10 +35,12 @@ class Attention(Tensors):
     """Multi-head or grouped-query attention: score = scale · q·k, rotary rows in the half layout.
 
     Biases are optional. Query head n reads key/value head n // (N/K). Where there are norms, they stand
-    between projection (with its bias) and rotation: RMSNorm of each head, or of all heads as one vector.
-    Their weights have a row per head, or one that heads share. Where there is a gate, the sigmoid of
-    gate_NHD x + gate_NH multiplies each head's output before `o`: each dimension, or all of a head where the
-    gate has one row per head.
+    between projection (with its bias) and rotation. They are RMSNorm of each head, with a weight that heads
+    share, or of all heads as one vector, with a row of the weight per head. Where `centred`, they are
+    LayerNorm without bias of each head, with a row of the weight per head.
+
+    Where there is a gate, the sigmoid of gate_NHD x + gate_NH multiplies each head's output before `o`: each
+    dimension, or all of a head where the gate has one row per head.
     """
 
     q_NHD: Tensor
@@ -51,9 +53,18 @@ class Attention(Tensors):
     o_D: Tensor | None = None
     q_norm_NH: Tensor | None = None
     k_norm_KH: Tensor | None = None
+    centred: bool = False
     gate_NHD: Tensor | None = None
     gate_NH: Tensor | None = None
     scale: float
+
+    def without_means(self) -> Self:
+        """Return the same function with projections that already have no mean for the norms to subtract."""
+        if not self.centred:
+            return self
+        names = ("q_NHD", "k_KHD", "q_NH", "k_KH")
+        rows = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: row - row.mean(1, keepdim=True) for name, row in rows.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +161,7 @@ class NormedLatentAttention(LatentAttention):
     k_KH: Tensor | None = None
     q_norm_NH: Tensor | None = None
     k_norm_KH: Tensor | None = None
+    centred: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +187,7 @@ class IntactAttention(Tensors):
     o_D: Tensor | None = None
     q_norm_NH: Tensor | None = None
     k_norm_KH: Tensor | None = None
+    centred: bool = False
     gate_NHD: Tensor | None = None
     gate_NH: Tensor | None = None
     scale: float

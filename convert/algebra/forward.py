@@ -96,7 +96,7 @@ def attend(
     if scoring.bound is not None:
         k_BKTH, v_BKTH = (rows.clamp(-scoring.bound, scoring.bound) for rows in (k_BKTH, v_BKTH))
     if scoring.value_norm:
-        v_BKTH = _normed(v_BKTH, v_BKTH.new_ones(1, v_BKTH.shape[-1]), scoring.norm_epsilon)
+        v_BKTH = _normed(v_BKTH, v_BKTH.new_ones(1, v_BKTH.shape[-1]), scoring.norm_epsilon, False)
     return attend_to(layer, input_BTD, k_BKTH, v_BKTH, frequencies_F, scoring, None if rebuilt else cache)
 
 
@@ -118,7 +118,8 @@ def keys_and_values(
         return k_BKTH, v_BKTH
     assert layer.k_KHD is not None
     assert layer.v_KHD is not None
-    k_BKTH = _normed(_project(input_BTD, layer.k_KHD, layer.k_KH), layer.k_norm_KH, norm_epsilon)
+    k_BKTH = _project(input_BTD, layer.k_KHD, layer.k_KH)
+    k_BKTH = _normed(k_BKTH, layer.k_norm_KH, norm_epsilon, layer.centred)
     v_KH = None if isinstance(layer, NormedLatentAttention) else layer.v_KH
     v_BKTH = _project(input_BTD, layer.v_KHD, v_KH)
     if not isinstance(layer, IntactAttention):
@@ -153,7 +154,7 @@ def attend_to(
         q_BNTH = _project(query_input(layer, input_BTD), layer.q_NHA, layer.q_NH)
     else:
         q_BNTH = _project(input_BTD, layer.q_NHD, layer.q_NH)
-    q_BNTH = _normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon)
+    q_BNTH = _normed(q_BNTH, layer.q_norm_NH, scoring.norm_epsilon, layer.centred)
     if scoring.bound is not None:
         q_BNTH = q_BNTH.clamp(-scoring.bound, scoring.bound)
     q_BNTH = _turned(q_BNTH, angle_TF)
@@ -228,14 +229,13 @@ def _fused(q_BNTH: Tensor, k_BNTH: Tensor, v_BNTH: Tensor, **how: Any) -> Tensor
     return mixed_BNTH[..., :width]
 
 
-def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float) -> Tensor:
-    """Apply RMSNorm (arXiv 1910.07467) to every head, or to all heads as one vector.
-
-    It is one vector where each head has a weight of its own.
-    """
+def _normed(rows_BNTH: Tensor, weight_NH: Tensor | None, epsilon: float, centred: bool) -> Tensor:
+    """Apply RMSNorm (arXiv 1910.07467) to every head, or to all heads as one vector; see `Attention`."""
     if weight_NH is None:
         return rows_BNTH
-    spans = (-1,) if len(weight_NH) == 1 else (1, -1)
+    if centred:
+        rows_BNTH = rows_BNTH - rows_BNTH.mean(-1, keepdim=True)
+    spans = (-1,) if len(weight_NH) == 1 or centred else (1, -1)
     return rows_BNTH * (rows_BNTH.square().mean(spans, keepdim=True) + epsilon).rsqrt() * weight_NH[:, None]
 
 
@@ -273,7 +273,8 @@ def _latent(
     v_BNTH = torch.einsum("btc,nhc->bnth", latent_BTC, layer.v_up_NHC)
     query_BTA = query_input(layer, input_BTD)
     if isinstance(layer, NormedLatentAttention):
-        q_BNTH = _normed(_project(query_BTA, layer.q_NHA, layer.q_NH), layer.q_norm_NH, epsilon)
+        q_BNTH = _project(query_BTA, layer.q_NHA, layer.q_NH)
+        q_BNTH = _normed(q_BNTH, layer.q_norm_NH, epsilon, layer.centred)
         q_nope_BNTP, q_rope_BNTR = q_BNTH @ layer.q_nope_NPA.mT, q_BNTH @ layer.q_rope_NRA.mT
     else:
         q_nope_BNTP = _project(query_BTA, layer.q_nope_NPA, layer.q_nope_NP)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..algebra.target import Geometry
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -44,13 +46,16 @@ class Family:
         names: for a field of Llama's configuration the name that this family's has, where its class has no
             such alias.
         needs: config fields that kvfold reads only with one of these values.
+        because: why not with others, as the end of a sentence.
         q, k, v, o: the four projections, without `.weight` or `.bias`.
         qkv: the one projection that stands for q, k and v.
         fused: its rows: `stacked` q, k, v; `grouped` the queries of a key head, the key, the value, then the
             next key head's.
         transposed: matrices are stored (input, output).
         q_norm, k_norm: RMSNorms between projection and rotation.
-        norm_spans: what one of them normalises: a `head`, or all `heads` as one vector.
+        norm_spans: what one of them normalises: a `head`, or all `heads` as one vector. `each`: they are
+            LayerNorms without bias, of a head, whose weight has a row for each head. Where these rows are
+            tensors of their own, `{head}` stands for the head's number.
         norm_flag: config field without which there are no such norms.
         norm_shift: added to the weights of those norms.
         late_norms: RMSNorms of each head stand behind the rotation: `weighted`, q_norm and k_norm, or `bare`,
@@ -101,6 +106,7 @@ class Family:
     kind: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    because: str = ""
     prefix: str = "model."
     q: str = "layers.{layer}.self_attn.q_proj"
     k: str | None = "layers.{layer}.self_attn.k_proj"
@@ -111,7 +117,7 @@ class Family:
     transposed: bool = False
     q_norm: str | None = None
     k_norm: str | None = None
-    norm_spans: Literal["head", "heads"] = "head"
+    norm_spans: Literal["head", "heads", "each"] = "head"
     norm_flag: str | None = None
     norm_shift: float = 0.0
     late_norms: Literal["weighted", "bare"] | None = None
@@ -166,7 +172,17 @@ class Family:
         """Return how many rows the query projection has for each of a query's dimensions."""
         return 2 if self.gate == "q" else 1
 
-    def norm(self, which: Literal["q", "k"], layer: int) -> str | None:
-        """Return the name of the weight of a layer's query or key norm."""
+    def norms(self, which: Literal["q", "k"], layer: int, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the tensors of a layer's query or key norm; empty without one."""
         name = self.q_norm if which == "q" else self.k_norm
-        return None if name is None else self.prefix + name.format(layer=layer)
+        if name is None:
+            return {}
+        shape = (geometry.head_dim,) if "{head}" in name else self.norm_shape(which, geometry)
+        heads = geometry.num_attention_heads if which == "q" else geometry.num_key_value_heads
+        return {self.prefix + name.format(layer=layer, head=head): shape for head in range(heads)}
+
+    def norm_shape(self, which: Literal["q", "k"], geometry: Geometry) -> tuple[int, ...]:
+        """Return the shape of the weight of a query or key norm as one tensor."""
+        heads = geometry.num_attention_heads if which == "q" else geometry.num_key_value_heads
+        width = geometry.head_dim
+        return {"head": (width,), "heads": (heads * width,), "each": (heads, width)}[self.norm_spans]

@@ -61,11 +61,8 @@ def attention_shapes(
         yield f"{name}.weight", weights[role]
         if role in biases:
             yield f"{name}.bias", (rows[role],)
-    counts = {"q": geometry.num_attention_heads, "k": geometry.num_key_value_heads}
-    for which in ("q", "k"):
-        norm = family.norm(which, number)
-        if norm is not None:
-            yield norm, (geometry.head_dim * (counts[which] if family.norm_spans == "heads" else 1),)
+    yield from family.norms("q", number, geometry).items()
+    yield from family.norms("k", number, geometry).items()
 
 
 def split(rows_XD: Tensor, family: Family, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +134,7 @@ def unpack(
 
     def norm(name: str) -> Tensor | None:
         weight = named.get(name)
-        return None if weight is None else ordered(weight.unflatten(0, (-1, head_dim)) + family.norm_shift)
+        return None if weight is None else ordered(weight.reshape(-1, head_dim) + family.norm_shift)
 
     q, k, v = heads("weight")
     q_bias, k_bias, v_bias = heads("bias")
@@ -158,6 +155,7 @@ def unpack(
         o_D=named.get("o.bias"),
         q_norm_NH=norm("q_norm"),
         k_norm_KH=norm("k_norm"),
+        centred=family.norm_spans == "each",
         gate_NHD=_gate(named, "weight", family, geometry),
         gate_NH=_gate(named, "bias", family, geometry),
         scale=scale,
@@ -177,7 +175,7 @@ def _gate(named: Mapping[str, Tensor], part: str, family: Family, geometry: Geom
 def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
     """Return attention as tensors by role and part; the inverse of `unpack`.
 
-    Norms are returned only where they belong to single heads.
+    Of the norms only that of keys is returned, where its weight has a row for each head.
     """
     order_H = half_order(family, attention.q_NHD.shape[1], width)
     native_H = torch.empty_like(order_H)
@@ -201,7 +199,7 @@ def pack(attention: Attention, family: Family, width: int) -> dict[str, Tensor]:
         elif q is not None and k is not None and v is not None:
             rows = join(q, k, v, family)
             packed[f"qkv.{part}"] = rows.mT if family.transposed and part == "weight" else rows
-    if family.norm_spans == "heads" and attention.k_norm_KH is not None:
+    if family.norm_spans != "head" and attention.k_norm_KH is not None:
         packed["k_norm"] = _flat(native(attention.k_norm_KH - family.norm_shift))
     return {name: tensor for name, tensor in packed.items() if tensor is not None}
 

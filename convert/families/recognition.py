@@ -83,6 +83,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if value not in allowed:
             raise InvalidInput(
                 f"config.json has {field} {value!r}; kvfold folds {family.label} where it is {allowed[-1]}"
+                f"{family.because}"
             )
     return configured(family, config)
 
@@ -94,7 +95,7 @@ def configured(family: Family, config: Mapping[str, Any]) -> Family:
     """
     flag = family.norm_flag
     if flag is not None and not (config[flag] if flag in config else default_of(family, flag)):
-        family = replace(family, q_norm=None, k_norm=None, late_norms=None)
+        family = replace(family, q_norm=None, k_norm=None, norm_spans="head", late_norms=None)
     bound = None if family.clip is None else config.get(family.clip)
     if bound is not None:
         family = replace(family, unlatent=f"{family.clip} {bound} bounds its queries, keys and values")

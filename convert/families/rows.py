@@ -45,6 +45,7 @@ _LFM2: dict[str, Any] = {
     "o": "layers.{layer}.self_attn.out_proj",
     "mixers": True,
 }
+_LAYERNORM_EPS = {"rms_norm_eps": "layer_norm_eps"}
 _OTHERS = "some of its layers do not attend"
 
 
@@ -73,7 +74,9 @@ _ROWS = {
         needs={"use_bidirectional_attention": (None, False)}, **QK_NORM, norm_shift=1.0,
         scale=("query_pre_attn_scalar", -0.5), soft_cap="attn_logit_softcapping", block=ADDED),
     "phi": Family(label="Phi-1, Phi-2", architecture="PhiForCausalLM", rotates_partly=True,
-        needs={"qk_layernorm": (None, False)}, o="layers.{layer}.self_attn.dense", block=PARALLEL),
+        needs={"qk_layernorm": (None, False)},
+        because=", because it has no key norms with a bias",
+        o="layers.{layer}.self_attn.dense", block=PARALLEL),
     "phi3": Family(label="Phi-3, Phi-4-mini", architecture="Phi3ForCausalLM", rotates_partly=True,
         qkv="layers.{layer}.self_attn.qkv_proj", block=Block(gate_up=True)),
     "olmo": Family(label="OLMo", architecture="OlmoForCausalLM", clip="clip_qkv", block=Block(centred=True)),
@@ -85,15 +88,17 @@ _ROWS = {
         block=Block(embedding="embedding_multiplier", residual="residual_multiplier",
             logits="logits_scaling")),
     "smollm3": Family(label="SmolLM3", architecture="SmolLM3ForCausalLM", unrotated="no_rope_layers"),
-    "stablelm": Family(label="StableLM", architecture="StableLmForCausalLM", rotates_partly=True,
-        needs={"qk_layernorm": (None, False)}, block="it has LayerNorm with a mean and a bias"),
+    "stablelm": Family(label="StableLM", architecture="StableLmForCausalLM", names=_LAYERNORM_EPS,
+        rotates_partly=True, q_norm="layers.{layer}.self_attn.q_layernorm.norms.{head}.weight",
+        k_norm="layers.{layer}.self_attn.k_layernorm.norms.{head}.weight", norm_spans="each",
+        norm_flag="qk_layernorm", block="it has LayerNorm with a mean and a bias"),
     "starcoder2": Family(label="Starcoder2", architecture="Starcoder2ForCausalLM", block=LAYERNORM),
     "glm": Family(label="GLM", architecture="GlmForCausalLM", rotates_partly=True, rotary="interleaved",
         block=Block(gate_up=True)),
     "glm4": Family(label="GLM-4", architecture="Glm4ForCausalLM", rotates_partly=True, rotary="interleaved",
         block=ADDED),
-    "cohere": Family(label="Cohere", architecture="CohereForCausalLM", needs={"use_qk_norm": (None, False)},
-        rotary="interleaved", block=PARALLEL),
+    "cohere": Family(label="Cohere", architecture="CohereForCausalLM", names=_LAYERNORM_EPS, **QK_NORM,
+        norm_spans="each", norm_flag="use_qk_norm", rotary="interleaved", block=PARALLEL),
     "cohere2": Family(label="Cohere 2", architecture="Cohere2ForCausalLM", rotary="interleaved",
         unrotated="layer_types", block=PARALLEL),
     "cohere2_moe": Family(label="Cohere 2 MoE", architecture="Cohere2MoeForCausalLM", rotary="interleaved",

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -214,18 +214,17 @@ class Source:
 
     def reads(self, layer: int) -> tuple[str, ...]:
         """Return the tensors of a layer's attention that a fold replaces."""
-        return tuple(self._names(layer).values())
+        own = self.shape(layer)
+        norms = () if own.family.norm_spans == "head" else own.family.norms("k", layer, own.geometry)
+        return *self._names(layer).values(), *norms
 
     def _names(self, layer: int) -> dict[str, str]:
-        family = self.shape(layer).family
-        names = {
+        return {
             f"{role}.{part}": f"{name}.{part}"
-            for role, name in family.projections(layer).items()
+            for role, name in self.shape(layer).family.projections(layer).items()
             for part in ("weight", "bias")
             if part == "weight" or role in self.biases
         }
-        norm = family.norm("k", layer)
-        return names | ({"k_norm": norm} if norm is not None and family.norm_spans == "heads" else {})
 
     def attention(self, layer: int, rotary_factor: float = 1.0) -> Attention:
         """Return a layer's attention, float64.
@@ -238,14 +237,14 @@ class Source:
         own, donor = self.shape(layer), self.donor(layer)
         names = {} if donor is None else self._names(donor)
         names |= self._names(layer)
-        for which in ("q", "k"):
-            place = layer if donor is None or which == "q" else donor
-            norm = self.family.norm(which, place)
-            if norm is not None:
-                names[f"{which}_norm"] = norm
         if self.family.gate not in {None, "q"}:
             names["gate.weight"] = f"{self.family.prefix}{self.family.gate}.weight".format(layer=layer)
         tensors = {role: self.checkpoint[name].to(torch.float64) for role, name in names.items()}
+        for which in ("q", "k"):
+            place = layer if donor is None or which == "q" else donor
+            norm = self._norm(which, place)
+            if norm is not None:
+                tensors[f"{which}_norm"] = norm
         late = self._has_late_norms(layer)
         rotary_factor = 1.0 if late else rotary_factor  # which such a norm takes away
         partial = rotary_factor != 1 and own.rotary_width < own.geometry.head_dim
@@ -259,6 +258,13 @@ class Source:
             return replace(attention, q_norm_NH=attention.q_norm_NH * gain_H)
         q_NH = None if attention.q_NH is None else attention.q_NH * gain_H
         return replace(attention, q_NHD=attention.q_NHD * gain_H[:, None], q_NH=q_NH)
+
+    def _norm(self, which: Literal["q", "k"], layer: int) -> Tensor | None:
+        """Return the weight of a layer's query or key norm, flat, float64."""
+        own = self.shape(layer)
+        names = own.family.norms(which, layer, own.geometry)
+        weights = [self.checkpoint[name].to(torch.float64).flatten() for name in names]
+        return torch.cat(weights) if weights else None
 
     def _pair_gains(self, rotary_factor: float) -> Tensor:
         """Return the gain of each pair's share of a score from a factor on cosines and sines, (F,)."""
@@ -280,10 +286,10 @@ class Source:
 
     def _late_gain(self, layer: int) -> Tensor | None:
         """Return that rest, the gain of each dimension behind the rotation, (H,); None for bare norms."""
-        names = [self.family.norm("q", layer), self.family.norm("k", layer)]
-        order_H = self.order_of(layer)
-        weights = [self.checkpoint[name].to(torch.float64)[order_H] for name in names if name is not None]
-        return _pair_gain(weights[0] * weights[1])[1] if weights else None
+        query, key = self._norm("q", layer), self._norm("k", layer)
+        if query is None or key is None:
+            return None
+        return _pair_gain((query * key)[self.order_of(layer)])[1]
 
     def scoring(self, layer: int, rotary_factor: float = 1.0) -> Scoring:
         """Return the parts of a layer's attention that are not weights, float64."""

@@ -68,9 +68,10 @@ def _heads(family: Family, target: str) -> Support:
         )
     written = family if host is None else host.family
     spans = family.k_norm is not None and family.norm_spans == "heads"
+    where = "" if family.norm_flag is None else f" where {family.norm_flag} is true"
     notes = {
         "one norm spans all keys, and merged heads change it": spans,
-        "a turn passes the key norm nearly unchanged": family.normalises and not spans,
+        f"a turn passes the key norm nearly unchanged{where}": family.normalises and not spans,
         "transformers caches every query head": written.caches_queries,
         "values merge by dimension, because a gate follows them": family.gate is not None,
         "values are turned before they merge, because a norm follows them": family.value_norm,
@@ -86,6 +87,8 @@ def _heads(family: Family, target: str) -> Support:
 
 def _latent(family: Family) -> Support:
     reasons = stock_reasons(family)
+    if family.norm_flag is not None:  # first what holds without these norms too
+        reasons = stock_reasons(replace(family, k_norm=None)) + reasons
     if reasons:
         regressed = family.k_norm is not None and not stock_reasons(replace(family, k_norm=None))
         why = (

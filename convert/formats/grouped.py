@@ -82,27 +82,35 @@ class Grouped(FewerHeads):
         made |= former_rope(made)
         return with_fewer_heads(made, self._share) if self.family.unlike else made
 
+    def _folded(self, layer: int) -> LayerShape:
+        own = self.layers[layer]
+        return replace(own, geometry=own.folded(self._share))
+
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        own = self.layers[layer]
-        found = dict(attention_shapes(replace(own, geometry=own.folded(self._share)), layer, self.biases))
-        passing = {own.family.norm("q", layer)}  # norms that do not change with the heads
-        passing |= {own.family.norm("k", layer)} if own.family.norm_spans == "head" else set()
+        own = self._folded(layer)
+        found = dict(attention_shapes(own, layer, self.biases))
+        passing = {*own.family.norms("q", layer, own.geometry)}  # norms that do not change with the heads
+        if own.family.norm_spans == "head":
+            passing |= {*own.family.norms("k", layer, own.geometry)}
         return {name: TensorSpec(dtype, shape) for name, shape in found.items() if name not in passing}
 
     def tensors(self, attention: AnyAttention, layer: int) -> dict[str, Tensor]:
         """Return one folded layer's attention under the names and in the layout of the class."""
         assert isinstance(attention, Attention)
-        family = self.layers[layer].family
-        names = family.projections(layer)
-        packed = pack(attention, family, self.layers[layer].rotary_width)
-        norm = family.norm("k", layer)
+        own = self._folded(layer)
+        names = own.family.projections(layer)
+        packed = pack(attention, own.family, own.rotary_width)
+        norms = own.family.norms("k", layer, own.geometry)
         weight = packed.pop("k_norm", None)
         named = {
             f"{names[role]}.{part}": tensor
             for (role, part), tensor in ((n.split("."), t) for n, t in packed.items())
         }
-        return named | ({norm: weight} if norm is not None and weight is not None else {})
+        if weight is None:
+            return named
+        parts = zip(norms.items(), weight.chunk(len(norms)), strict=True)
+        return named | {name: part.view(shape) for (name, shape), part in parts}
 
     def notices(self, source: Source, why: str | None) -> list[str]:
         """Return a warning where transformers' class caches every query head, folded or not."""

@@ -8,7 +8,7 @@ becomes `intact`.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -151,9 +151,8 @@ class Remote(Container):
             ours |= {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
         elif self._normed:
             ours |= {"head_dim": self.geometry.head_dim, "key_heads": self.geometry.num_key_value_heads}
-            spans = self.family.norm_spans == "heads"
-            heads = self.geometry.num_attention_heads, self.geometry.num_key_value_heads
-            ours["norm_widths"] = [self.geometry.head_dim * (count if spans else 1) for count in heads]
+            shapes = [self.family.norm_shape(which, self.geometry) for which in ("q", "k")]
+            ours["norm_widths"] = [shape[0] if len(shape) == 1 else list(shape) for shape in shapes]
         if self._intact:
             # Not `kv_lora_rank`: engines take that for keys that a latent gives without rotation.
             return {**written, "latent_rank": self.target.kv_lora_rank, "kvfold": ours}
@@ -208,10 +207,8 @@ class Remote(Container):
                 shapes[f"{place}.q_a_norm.weight"] = (self.target.q_lora_rank,)
                 if "kv" in self._biased:
                     shapes[f"{place}.q_a_proj.bias"] = (self.target.q_lora_rank,)
-        spans = self.family.norm_spans == "heads"
-        heads = {"q": self.geometry.num_attention_heads, "k": self.geometry.num_key_value_heads}
         for which, name in self._written_norms(layer).items():
-            shapes[name] = ((heads[which] if spans else 1) * self.geometry.head_dim,)
+            shapes[name] = self.family.norm_shape(which, self.geometry)
         return {name: TensorSpec(dtype, shape) for name, shape in shapes.items()}
 
     def _weights(self) -> dict[str, tuple[str, int, int]]:
@@ -258,19 +255,22 @@ class Remote(Container):
 
     def norms(self, layer: int) -> tuple[str, ...]:
         """Return a layer's norms that are replaced too, in addition to what `Source.reads` names."""
-        names = {"q": self.family.norm("q", layer), "k": self.family.norm("k", layer)}
         return tuple(
-            str(names[which])
+            name
             for which in self._written_norms(layer)
             if which == "q" or self.family.norm_spans == "head"
+            for name in self.family.norms(which, layer, self.geometry)
         )
 
-    def _written_norms(self, layer: int) -> dict[str, str]:
+    def _written_norms(self, layer: int) -> dict[Literal["q", "k"], str]:
         """Return the output's norms that are read with the attention, by `q` and `k`; others pass through."""
         if self.family.k_norm is None:
             return {}
         changed = self.reordered or not self.family.k_norm.endswith(".k_norm.weight")
-        written = {"k": self.family.norm_spans == "heads" or changed, "q": changed or self.scaled}
+        written: dict[Literal["q", "k"], bool] = {
+            "k": self.family.norm_spans != "head" or changed,
+            "q": changed or self.scaled,
+        }
         place = self._place.format(layer=layer)
         return {which: f"{place}.{which}_norm.weight" for which in written if written[which]}
 
@@ -295,7 +295,8 @@ class Remote(Container):
             for which, name in self._written_norms(layer).items():
                 weight = weights[which]
                 assert weight is not None, "the family has both norms"
-                written[name] = weight.flatten() - self.family.norm_shift
+                shape = self.family.norm_shape(which, self.geometry)
+                written[name] = weight.reshape(shape) - self.family.norm_shift
         return written
 
     def _decoupled(self, attention: LatentAttention, factor: float) -> dict[str, Tensor]:

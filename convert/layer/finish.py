@@ -229,10 +229,10 @@ def _fitted(
     """Refine the weights that are written; the loss is measured through `caches`."""
     folding = its.folding
     is_refined = folding.method == OWN
-    # A norm of single heads serves as many as there are, and is passed on; so is one of all queries, whose
-    # number stays.
-    spans = folding.source.family.norm_spans == "heads"
-    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | (set() if spans else {"k_norm_KH"})
+    # A norm that heads share serves any number of them, and is passed on; so is that of queries, whose number
+    # stays.
+    is_shared = folding.source.family.norm_spans == "head"
+    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | ({"k_norm_KH"} if is_shared else set())
     if its.is_shared:
         fixed |= {"k_KHD", "k_KH", "v_KHD", "v_KH"}
     if isinstance(layer, NormedLatentAttention):

@@ -47,6 +47,7 @@ def with_features(latent: LatentAttention, attention: Attention) -> NormedLatent
         **{name: getattr(attention, name) for name in ("k_KHD", "v_KHD", "q_NH", "k_KH")},
         q_norm_NH=attention.q_norm_NH,
         k_norm_KH=attention.k_norm_KH,
+        centred=attention.centred,
     )
 
 

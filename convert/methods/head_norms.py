@@ -56,6 +56,7 @@ def keys(attention: Attention, target: GroupedTarget) -> Attention:
     over all heads is averaged with the keys. Nothing is lost when a group's heads are equal up to a positive
     factor and the signs of pairs, or up to turns of pairs where a pair's two weights are equal.
     """
+    attention = attention.without_means()
     pooled, share_KF = shared_keys(attention, target)
     return taken_over(pooled, share_KF.repeat_interleave(len(attention.q_NHD) // len(share_KF), 0))
 

@@ -200,6 +200,7 @@ def linearised(attention: Attention, input_EE: Tensor | None) -> Attention:
     """Replace the norms of attention by the linear maps that they are on average."""
     if attention.k_norm_KH is None:
         return attention
+    attention = attention.without_means()
     q_gain_NH, k_gain_KH = gains(attention, input_EE)
     return replace(
         attention,
@@ -225,6 +226,7 @@ def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor
 
     They are the weights over the root of the mean square.
     """
+    attention = attention.without_means()
     found = []
     for rows, bias, norm in (
         (attention.q_NHD, attention.q_NH, attention.q_norm_NH),
@@ -238,7 +240,8 @@ def gains(attention: Attention, input_EE: Tensor | None) -> tuple[Tensor, Tensor
             found.append(torch.ones_like(square_NH))
             continue
         # The mean of one head, or of all heads as one vector.
-        mean = square_NH.mean(1, keepdim=True) if len(norm) == 1 else square_NH.mean()
+        by_head = len(norm) == 1 or attention.centred
+        mean = square_NH.mean(1, keepdim=True) if by_head else square_NH.mean()
         found.append(norm * mean.clamp(min=1e-12).rsqrt() * torch.ones_like(square_NH))
     return found[0], found[1]
 

@@ -64,10 +64,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
                 "attention_multiplier": 0.3, "mlp_bias": False},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "stablelm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25}, "use_qkv_bias": True},
+    "stablelm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25}, "use_qkv_bias": True,
+                 "qk_layernorm": True},
     "glm": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
     "glm4": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}},
-    "cohere": {"logit_scale": 1.0},
+    "cohere": {"logit_scale": 1.0, "use_qk_norm": True},
     "cohere2": {**_MIXED, "logit_scale": 1.0},
     "gpt_neox": {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.25}},
     "gpt2": {"n_inner": 48},
@@ -164,11 +165,13 @@ def make(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or "_norm." in name:
                 parameter.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.3)
             elif "attn" in name or "attention" in name:
                 parameter.normal_(0, 0.2)
-            if equal_heads:
+            if equal_heads and ".k_layernorm.norms." in name:
+                parameter.copy_(model.get_parameter(name.partition("norms.")[0] + "norms.0.weight"))
+            elif equal_heads:
                 _equalise(name, parameter, settings["num_attention_heads"], head_dim)
     model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
     if old_config:
@@ -181,8 +184,8 @@ def make(
 def _equalise(name: str, parameter: torch.Tensor, heads: int, head_dim: int) -> None:
     """Make all key heads the first one, and all value heads, wherever a family keeps them."""
     module, part = name.split(".")[-2:]
-    if module in {"k_proj", "v_proj"} or (module == "k_norm" and len(parameter) > head_dim):
-        stacks = [parameter]
+    if module in {"k_proj", "v_proj"} or (module == "k_norm" and parameter.numel() > head_dim):
+        stacks = [parameter.view(-1) if module == "k_norm" else parameter]
     elif module == "qkv_proj":  # all queries, all keys, all values
         stacks = list(parameter[heads * head_dim :].chunk(2))
     elif module == "c_attn":  # the same, as columns

@@ -157,7 +157,7 @@ class KvfoldDecoupledAttention(_FoldedAttention):
             norms = zip(norms_of(stock), config.kvfold["norm_widths"], strict=True)
             self.q_norm, self.k_norm = (sized(norm, width) for norm, width in norms)
             self.head_dim, groups = config.kvfold["head_dim"], config.kvfold["key_heads"]
-            self.norm_spans_heads = config.kvfold["norm_widths"][0] != self.head_dim
+            self.norm_spans_heads = self.q_norm.weight.shape[-1] != self.head_dim
             encoded, query = 2 * groups * self.head_dim, heads * self.head_dim
             self.k_proj = self._linear("k", hidden, groups * self.head_dim)
             self.v_proj = self._linear("v", hidden, groups * self.head_dim)

@@ -163,9 +163,12 @@ def add_features(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
 
 def norms_of(stock: Any) -> tuple[Any, Any]:
     """Return the query and the key norm of a stock attention module, or None twice."""
-    if hasattr(stock, "k_layernorm"):
-        return stock.q_layernorm, stock.k_layernorm
-    return getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
+    if not hasattr(stock, "k_layernorm"):
+        return getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
+    query, key = stock.q_layernorm, stock.k_layernorm
+    if hasattr(key, "norms"):
+        query, key = (KvfoldHeadsLayerNorm((n.num_heads, n.dim), n.norms[0].eps) for n in (query, key))
+    return query, key
 
 
 def dropout_of(stock: Any) -> float:
@@ -191,10 +194,25 @@ def gated(output_BTE: Tensor, gate_BTX: Tensor, heads: int) -> Tensor:
     return product_BTE
 
 
-def sized(norm: Any, width: int) -> Any:
-    """Return a norm of the source's width; the stock class makes it by that of the cache."""
+def sized(norm: Any, width: Any) -> Any:
+    """Return a norm of the source's width, or heads and width; the stock class makes it by the cache's."""
     epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return norm if norm.weight.shape[-1] == width else norm.__class__(width, eps=epsilon)
+    shape = [width] if isinstance(width, int) else width
+    return norm if list(norm.weight.shape) == shape else norm.__class__(width, eps=epsilon)
+
+
+class KvfoldHeadsLayerNorm(nn.Module):
+    """LayerNorm of each head without bias, its weight (N, H): what StableLM has in N modules."""
+
+    def __init__(self, shape: Any, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*shape))
+        self.eps = eps
+
+    def forward(self, rows_BTNH: Tensor) -> Tensor:
+        """(B, T, N, H) to the same."""
+        normed_BTNH = nn.functional.layer_norm(rows_BTNH.float(), rows_BTNH.shape[-1:], eps=self.eps)
+        return (normed_BTNH * self.weight.float()).to(rows_BTNH.dtype)
 
 
 class KvfoldHeadwiseLinear(nn.Module):

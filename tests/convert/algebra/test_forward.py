@@ -23,13 +23,18 @@ from kvfold.models.shipped.modeling_kvfold import KvfoldForCausalLM
 
 from ...support.tiny import ROPE, make
 
-# Norms of heads, of all heads together, of weights 1 + w; bounded scores; sinks; windows, on one layer of two
+# Norms of heads, of all heads together, of each head by its own weight, of weights 1 + w; bounded scores; sinks; windows, on one layer of two
 # or on all; a factor on cosines and sines, of a whole head or of half of one.
 SOURCES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "olmo2": {},
     "olmo3": {},
+    "cohere": {"attention_bias": True},
+    "stablelm": {
+        "num_attention_heads": 4,
+        "rope_parameters": {**ROPE["yarn"], "partial_rotary_factor": 0.25},
+    },
     "gemma3_text": {},
     "gemma2": {},
     "gpt_oss": {"rope": "yarn"},

@@ -73,7 +73,8 @@ def test_packing_is_undone(made: Path) -> None:
     attention, own = source.attention(1), source.shape(1)
     packed = pack(attention, own.family, own.rotary_width)
     norms = {} if "k_norm" in packed or source.family.k_norm is None else {
-        f"{which}_norm": source.checkpoint[str(source.family.norm(which, 1))].double() for which in ("q", "k")
+        f"{which}_norm": source.checkpoint[next(iter(source.family.norms(which, 1, own.geometry)))].double()
+        for which in ("q", "k")
     }  # fmt: skip
     # Its own tensor, which no fold writes.
     gate = {"gate.weight": attention.gate_NHD.flatten(0, 1)} if own.family.gate not in {None, "q"} else {}
@@ -154,8 +155,8 @@ def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(
 
 # name -> (family, what config.json says, a part of the sentence)
 VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "key norm with mean": ("cohere", {"use_qk_norm": True},
-                           "use_qk_norm True; kvfold folds Cohere where it is False"),
+    "key norm with bias": ("phi", {"qk_layernorm": True},
+                           "folds Phi-1, Phi-2 where it is False, because it has no key norms with a bias"),
     "old decoder": ("falcon", {"new_decoder_architecture": False},
                     "kvfold folds Falcon, new decoder where it is True"),
     "alibi": ("falcon", {"alibi": True, "new_decoder_architecture": True}, "alibi True; kvfold"),

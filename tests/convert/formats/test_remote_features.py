@@ -28,6 +28,8 @@ SOURCES: dict[str, tuple[str, dict[str, Any]]] = {
     "a norm per head": ("qwen3", {"num_key_value_heads": 2}),
     "with biases": ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}),
     "one norm of all heads": ("olmo2", {"num_key_value_heads": 4, "hidden_size": 64}),
+    "a norm of its own for each head": ("cohere", {"num_key_value_heads": 4}),
+    "the same in modules": ("stablelm", {"num_key_value_heads": 4, "num_attention_heads": 4}),
     "two rotary tables": ("gemma3_text", {"num_key_value_heads": 4}),
     "two tables, one by YaRN": ("olmo3",
                                 {"num_key_value_heads": 4, "hidden_size": 64, "rope_parameters": YARN}),

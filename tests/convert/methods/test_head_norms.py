@@ -1,9 +1,12 @@
 """Pooling keys that a norm follows: lossless where possible, and no worse than the plain average."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kvfold.convert.algebra.attention import Attention
+from kvfold.convert.algebra.forward import attend
 from kvfold.convert.algebra.metric import weights_only
 from kvfold.convert.algebra.target import GroupedTarget
 from kvfold.convert.methods import pooling as pool
@@ -62,6 +65,26 @@ def test_signs_and_lengths_are_lossless() -> None:
         folded = keys(source, GroupedTarget(num_key_value_heads=groups))
         assert folded.k_KHD.shape[0] == groups
         torch.testing.assert_close(scores(folded), scores(source))
+
+
+def test_norms_that_subtract_means_hide_them_and_lengths() -> None:
+    """As Cohere's: key heads that differ by what such a norm takes away are merged without loss."""
+    one = attention()
+    plain = replace(one, q_norm_NH=one.q_NH, k_norm_KH=one.k_KH[:1].expand(KEYS, -1), centred=True)
+    shift_KH = torch.randn(KEYS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)[
+        :, :1
+    ]
+    factor_KH = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)[:, None]
+    k_KHD = factor_KH[..., None] * plain.k_KHD[:1] + shift_KH[..., None]
+    source = replace(plain, k_KHD=k_KHD, k_KH=factor_KH * plain.k_KH[:1] - shift_KH)
+    x_BTD = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    for groups in (1, 2):
+        target = GroupedTarget(num_key_value_heads=groups)
+        folded = replace(keys(source, target), v_KHD=source.v_KHD[:groups], o_DNH=source.o_DNH)
+        kept = replace(source, v_KHD=folded.v_KHD.repeat_interleave(KEYS // groups, 0))
+        assert folded.k_norm_KH is not None
+        assert len(folded.k_KHD) == len(folded.k_norm_KH) == groups
+        torch.testing.assert_close(attend(folded, x_BTD, FREQUENCIES), attend(kept, x_BTD, FREQUENCIES))
 
 
 def test_as_many_groups_as_heads_changes_nothing() -> None:

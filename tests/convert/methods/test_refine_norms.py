@@ -161,7 +161,7 @@ def test_heads_with_norms_are_grouped() -> None:
     torch.testing.assert_close(attend(pooled, x_BTD, FREQUENCIES_F), attend(a, x_BTD, FREQUENCIES_F))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "cohere"])
 @pytest.mark.parametrize(
     ("to", "sizes"), [("gqa", {"kv_heads": 2}), ("mla", {"kv_budget": "25%", "rope": "intact"})]
 )
@@ -182,7 +182,7 @@ def test_folds_are_refined_and_say_so(tmp_path: Path, family: str, to: str, size
         torch.testing.assert_close(closed.k_up_KHC @ closed.down_CE, wanted.k_up_KHC @ wanted.down_CE)
     fitted, _ = fold_attention(plan, 0)
     if isinstance(fitted, Attention):
-        # Norms of single heads are passed on by the writer; the one of all keys is written.
+        # Norms that heads share are passed on by the writer; those with a row per key are written.
         before, after = closed.k_norm_KH, fitted.k_norm_KH
         assert after.float().equal(before.float()) == (family == "qwen3")
     record = rewrite(plan, tmp_path / "out")
