@@ -301,7 +301,8 @@ def _answer(subject: Subject, role: str, work: Assignment) -> list[Answer]:
 
 def _read(subject: Subject, role: str, prompts: Texts, texts: Texts) -> Reading:
     """Return what a model predicts for each token of the texts behind their prompts."""
-    loaded, found = subject.load(role), {}
+    loaded = subject.load(role)
+    found: dict[int, dict[str, list[float]]] = {}
     for batch in batches(prompts, subject.options.batch_size):
         found.update(zip(batch, _losses(loaded, batch, prompts, texts), strict=True))
     return {name: [found[number][name] for number in range(len(texts))] for name in ("nll", "entropy", "top")}

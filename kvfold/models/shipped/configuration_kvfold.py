@@ -31,8 +31,8 @@ config.json is the source's own, with `model_type: kvfold` and these fields:
     kvfold.latent_norm          "fitted" where norms of latents are real ones; otherwise absent
     kvfold.head_dim             of the source, in the intact form and where it has key norms
     kvfold.key_heads            of the source, likewise
-    kvfold.norm_widths          widths of the source's query and key norms, where the form is decoupled;
-                                otherwise absent
+    kvfold.norm_widths          widths of the source's query and key norms, or heads and width where each head
+                                has its own weight, where the form is decoupled; otherwise absent
     kv_lora_rank                width of the latent in the decoupled form
     latent_rank                 width of the latent in the intact form
     qk_rope_head_dim            width of the shared rotary key in the decoupled form
