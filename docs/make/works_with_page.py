@@ -24,7 +24,8 @@ TOOLS = (
      "`oneshot(model=model, recipe=[QuantizationModifier(...)])`, W4A16",
      "not tried", "runs; `kvfold eval` reads the output", "not tried"),
     ("llm-compressor, AWQ", "0.14.0", "2026-11-30", "`AWQModifier()`",
-     "not tried", "its mappings are refused: they want a router (`mlp.gate`)", "not tried"),
+     "not tried", "ends with an error; runs with [other mappings](quantize.md#awq-by-llm-compressor)",
+     "not tried"),
 )  # fmt: skip
 
 
