@@ -6,7 +6,8 @@ INTRODUCTION = """# Works with
 
 Each row was run by hand on a CPU, on small folds of the demo checkpoint.
 [Engines](engines.md) have a page of their own, and so have tools that change a [loaded
-model](quantize.md#a-loaded-model-under-other-tools).
+model](quantize.md#a-loaded-model-under-other-tools). The mappings for AWQ are in
+[Quantise](quantize.md#awq-by-llm-compressor).
 
 The numbers of exporters are the largest differences between logits and those of transformers in float32. Both
 were run on 40 tokens, without a cache.
@@ -24,7 +25,7 @@ TOOLS = (
      "`oneshot(model=model, recipe=[QuantizationModifier(...)])`, W4A16 and FP8_DYNAMIC",
      "saves; `kvfold eval` was not tried", "saves; `kvfold eval` reads the output", "not tried"),
     ("llm-compressor, AWQ", "0.14.0", "2026-11-30", "`AWQModifier()`",
-     "not tried", "ends with an error; runs with [other mappings](quantize.md#awq-by-llm-compressor)",
+     "not tried", "ends with an error; runs with other mappings",
      "not tried"),
     ("bitsandbytes, NF4 and 8 bits", "0.50.2", "2026-11-30",
      "`from_pretrained(DIR, quantization_config=BitsAndBytesConfig(...)).save_pretrained(OUT)`",
