@@ -4,7 +4,7 @@ from .markdown import table
 
 INTRODUCTION = """# Works with
 
-Each row was run by hand on a CPU, on small folds of the demo checkpoint.
+Each row was run by hand on a CPU, on small folds of the demo checkpoint, unless it says `read`.
 [Engines](engines.md) have a page of their own, and so have tools that change a [loaded
 model](quantize.md#a-loaded-model-under-other-tools). The mappings for AWQ are in
 [Quantise](quantize.md#awq-by-llm-compressor).
