@@ -251,7 +251,7 @@ def verify(
     cache_dtype: str | None = None,
     llama_cpp: str | Path | None = None,
     renew_code: bool = False,
-    restore_rope: bool = False,
+    restore: bool = False,
 ) -> VerificationReport:
     """Check that a checkpoint is what it claims to be, in the engines that are to run it.
 
@@ -263,8 +263,8 @@ def verify(
         cache_dtype: a number format in which the engines are to store its cache; None: as it is computed.
         llama_cpp: directory of llama.cpp, built, which is to run it where that engine is asked for.
         renew_code: first replace its Python files of an earlier kvfold with this version's.
-        restore_rope: first write rope_theta and rope_scaling, which saving with transformers 5 drops, into
-            config.json.
+        restore: first write what transformers 4 and engines read and saving with transformers 5 drops, into
+            config.json and tokenizer_config.json.
 
     Returns:
         What was found; `.failures` is empty where the checkpoint may be used.
@@ -282,7 +282,7 @@ def verify(
 
     given = {"directory": directory_of(directory), "engines": engines, "source": source, "run": run}
     given |= {"cache_dtype": cache_dtype, "llama_cpp": llama_cpp, "renew_code": renew_code}
-    given |= {"restore_rope": restore_rope}
+    given |= {"restore": restore}
     return check(VerifyRequest.read(given))
 
 

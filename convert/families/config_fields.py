@@ -30,6 +30,9 @@ _POSITIVE = (
     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "alpha",
 )  # fmt: skip
 _SHARES = ("partial_rotary_factor", "rotary_pct")
+# model_type -> the field in which transformers 4 has the base of layers with a window, whose table is default
+# there. Other classes with a table for each kind of layer came with transformers 5.
+WINDOWED_BASES = {"gemma3_text": "rope_local_base_freq", "olmo3": "rope_theta"}
 
 
 def is_size(value: Any, least: int = 1) -> bool:
@@ -99,15 +102,41 @@ def known_ids(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
 def former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields in which transformers 4 and engines look for the rope parameters of a config.json.
 
-    They are empty where it has none, has one set for each kind of layer, or says them in those fields too.
+    They are empty where it has none, says its scaling in those fields too, or rotates as they cannot say.
     """
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or rope.get("rope_theta") is None or config.get("rope_scaling"):
+    rope, windowed = config.get("rope_parameters"), {}
+    if not isinstance(rope, dict) or config.get("rope_scaling"):
+        return {}
+    if isinstance(inner := rope.get("sliding_attention"), dict):
+        field = WINDOWED_BASES.get(str(config.get("model_type")))
+        rope = rope.get("full_attention") or {}
+        if field is None or inner.get("rope_type", "default") != "default":
+            return {}
+        windowed = {field: inner.get("rope_theta")}
+        if windowed.get("rope_theta", rope.get("rope_theta")) != rope.get("rope_theta"):
+            return {}  # one field for two bases
+    if rope.get("rope_theta") is None:
         return {}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     is_scaled = rope.get("rope_type", "default") != "default"
     share = {key: value for key, value in rope.items() if key == "partial_rotary_factor"}
-    return {**share, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}
+    former = {**share, "rope_theta": rope["rope_theta"], "rope_scaling": scaling if is_scaled else None}
+    return {**windowed, **former}
+
+
+def former_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer_config.json of transformers 5 as both it and transformers 4 read it.
+
+    transformers 4 has no TokenizersBackend, wants extra_special_tokens to be an object, and returns
+    token_type_ids unless the file names its inputs.
+    """
+    made = dict(config)
+    if made.get("tokenizer_class") == "TokenizersBackend":
+        made["tokenizer_class"] = "PreTrainedTokenizerFast"
+        made.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    if isinstance(made.get("extra_special_tokens"), list):
+        made["additional_special_tokens"] = made.pop("extra_special_tokens")
+    return made
 
 
 def _wrong(path: str, value: Any, wanted: str) -> InvalidInput:

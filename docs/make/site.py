@@ -21,6 +21,7 @@ from .commands_page import commands_page
 from .keys_page import keys_page
 from .runs_page import runs_page
 from .support_page import support_page
+from .works_with_page import works_with_page
 
 ROOT = Path(__file__).parents[2]
 STAGED = ROOT / "build" / "docs"
@@ -32,6 +33,7 @@ GENERATED = {
     "support.md": support_page,
     "api.md": api_page,
     "runs.md": runs_page,
+    "works-with.md": works_with_page,
 }
 _COPIED = {".md", ".svg", ".png", ".js", ".css", ".ipynb"}
 _SHIM = re.compile(r'<script src="https://[^"]*iframe-worker/shim"[^>]*></script>')

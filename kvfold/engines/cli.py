@@ -15,8 +15,9 @@ from .verify import FAILED
 @click.argument("directory", type=click.Path(path_type=Path))
 @takes(VerifyRequest, without=("directory", "run"))
 @click.option("--lint", "static", is_flag=True, help="Apply the rules alone; load nothing.")
+@click.option("--restore-rope", "former", is_flag=True, hidden=True, help="The former name of --restore.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def main(static: bool, as_json: bool, **options: Any) -> None:
+def main(static: bool, former: bool, as_json: bool, **options: Any) -> None:
     """Check that the checkpoint in DIRECTORY is what it claims to be, in the engines that are to run it.
 
     First, each engine's rules are applied to the written files: they find what it would drop, misread or
@@ -25,9 +26,10 @@ def main(static: bool, as_json: bool, **options: Any) -> None:
     With `--engine vllm`, `sglang` or `mlx`, where these are installed, the same text and tokens run there
     too, and with `--engine llama.cpp --llama-cpp DIR` in llama.cpp. Exit code 3 where something fails.
     Nothing in DIRECTORY changes, but for `--renew-code`, which refuses links and code that is not kvfold's,
-    and for `--restore-rope`, which refuses links.
+    and for `--restore`, which refuses links.
     """
-    asked = read_options(VerifyRequest, options, run=not static)
+    renamed = {"restore": True} if former else {}
+    asked = read_options(VerifyRequest, options, run=not static, **renamed)
     report = carry_out(asked)
     if as_json:
         show_json(report.to_dict())

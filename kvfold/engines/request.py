@@ -51,8 +51,8 @@ class VerifyRequest(Settings):
     """Also say which engines store this output's cache in that number format."""
     renew_code: bool = False
     """First replace the Python files of an earlier kvfold in DIRECTORY with this version's."""
-    restore_rope: bool = False
-    """First write rope_theta and rope_scaling, which saving with transformers 5 drops, into config.json."""
+    restore: bool = False
+    """First write what transformers 4 and engines read, and saving with transformers 5 drops, into DIR."""
     run: bool = True
     """Also load it and its source, in a process that cannot import kvfold."""
 
@@ -74,8 +74,8 @@ def carry_out(asked: VerifyRequest) -> VerificationReport:
         notice(
             f"renewed {', '.join(names)} in {place}" if names else f"the code of {place} is this version's"
         )
-    if asked.restore_rope:
-        _restore_rope(asked.directory)
+    if asked.restore:
+        _restore(asked.directory)
     return verify(
         asked.directory,
         asked.engines,
@@ -86,23 +86,32 @@ def carry_out(asked: VerifyRequest) -> VerificationReport:
     )
 
 
-def _restore_rope(directory: Path) -> None:
-    """Write the fields that say how to rotate for readers of older configurations, next to rope_parameters.
+def _restore(directory: Path) -> None:
+    """Write config.json and tokenizer_config.json so that readers of older releases find their fields.
 
     Raises:
-        InvalidInput: there is no checkpoint, or config.json is a link.
+        InvalidInput: there is no checkpoint, or a file to change is a link.
     """
     from ..checkpoints.directory import read_config
-    from ..convert.families.config_fields import former_rope
+    from ..convert.families.config_fields import former_rope, former_tokenizer
+    from ..core.untrusted import read_json
 
-    file, config = directory / "config.json", read_config(directory)
-    whole = config | former_rope(config)
-    if whole == config:
-        notice(f"{file} lacks no rotary field")
-        return
-    if file.is_symlink():
-        raise InvalidInput(f"{file} is a link, as in a cache of downloads; restore a copy (cp -rL)")
-    with whole_file(file, replace=True) as temporary:
-        write_json(temporary, whole)
-    names = ", ".join(name for name in whole if name not in config or whole[name] != config[name])
-    notice(f"wrote {names} into {file}")
+    config = read_config(directory)
+    files = {"config.json": (config, config | former_rope(config))}
+    tokenizer = directory / "tokenizer_config.json"
+    if tokenizer.is_file() and (directory / "tokenizer.json").is_file():
+        saved = read_json(tokenizer)
+        files[tokenizer.name] = saved, former_tokenizer(saved)
+    changed = {name: pair for name, pair in files.items() if pair[0] != pair[1]}
+    if not changed:
+        notice(f"{directory} lacks no field that transformers 4 or an engine reads")
+    for name in changed:
+        if (directory / name).is_symlink():
+            raise InvalidInput(
+                f"{directory / name} is a link, as in a cache of downloads; restore a copy (cp -rL)"
+            )
+    for name, (old, new) in changed.items():
+        with whole_file(directory / name, replace=True) as temporary:
+            write_json(temporary, new)
+        fields = ", ".join(field for field in new if field not in old or new[field] != old[field])
+        notice(f"wrote {fields} into {directory / name}")

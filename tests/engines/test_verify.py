@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvfold
 from kvfold.cli import main
@@ -23,6 +23,7 @@ from kvfold.engines.verify import verify
 
 from ..support import folds
 from ..support.commands import run_main
+from ..support.shown_code import ROOT
 from ..support.tiny import make
 
 SERVED = {"hidden_size": 48, "head_dim": 128, "rms_norm_eps": 1e-6, "num_hidden_layers": 26,
@@ -149,12 +150,49 @@ def test_a_copy_that_transformers_saves_gets_its_rotary_fields_again(name: str, 
     assert not any("rope_parameters" in str(finding) for finding in lint(tmp_path / name, ENGINES))
     found = {one.engine: one for one in lint(copy, ENGINES) if "rope_parameters only" in str(one)}
     assert (found["mlx"].fails, found["transformers"].fails) == (True, False)
-    assert all("--restore-rope" in str(one) for one in found.values())
-    report = kvfold.verify(copy, engines=["mlx", "transformers"], run=False, restore_rope=True)
+    assert all("--restore" in str(one) for one in found.values())
+    report = kvfold.verify(copy, engines=["mlx", "transformers"], run=False, restore=True)
     assert not any("rope_parameters" in str(finding) for finding in report.findings)
     ours, theirs = (json.loads((place / "config.json").read_text()) for place in (copy, tmp_path / name))
     for field in ("rope_theta", "rope_scaling"):
         assert ours[field] == theirs[field]
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3"])
+def test_a_copy_with_a_table_for_each_kind_of_layer_gets_its_fields_again(kind: str, tmp_path: Path) -> None:
+    """Gemma 3 has a field for the base of layers with a window; OLMo 3 has one base, and none is said for two."""
+    bases = {"sliding_attention": 2e4, "full_attention": 5e5 if kind == "gemma3_text" else 2e4}
+    tables = {layer: {"rope_type": "default", "rope_theta": base} for layer, base in bases.items()}
+    copy = make(tmp_path / kind, kind, rope_parameters=tables)
+    assert {one.engine for one in lint(copy, ENGINES) if "rope_parameters only" in str(one)} >= {"mlx"}
+    kvfold.verify(copy, engines=["mlx"], run=False, restore=True)
+    assert not any("rope_parameters only" in str(one) for one in lint(copy, ENGINES))
+    config = json.loads((copy / "config.json").read_text())
+    assert config["rope_theta"] == bases["full_attention"]
+    assert config.get("rope_local_base_freq", 2e4) == 2e4
+    assert AutoModelForCausalLM.from_pretrained(copy).config.rope_parameters == tables
+    tables["sliding_attention"]["rope_theta"] = 3e4
+    other = make(tmp_path / "other", kind, rope_parameters=tables)
+    assert any("only rope_parameters can say" in str(one) for one in lint(other, ["mlx"])) == (
+        kind == "olmo3"
+    )
+
+
+def test_a_tokenizer_of_transformers_5_gets_a_class_that_both_releases_load(tmp_path: Path) -> None:
+    """Under the former name of the option too; tokens stay."""
+    copy = make(tmp_path / "copy", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.save_pretrained(copy)
+    before = tokenizer("one <|turn|> two")["input_ids"]
+    assert any("transformers 5 saved its tokenizer" in str(one) for one in lint(copy, ["transformers"]))
+    run_main("verify", copy, "--lint", "--restore-rope")
+    assert not any("saved its tokenizer" in str(one) for one in lint(copy, ["transformers"]))
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["additional_special_tokens"] == ["<|turn|>"]
+    assert "token_type_ids" not in config["model_input_names"]
+    assert AutoTokenizer.from_pretrained(copy)("one <|turn|> two")["input_ids"] == before
 
 
 def test_widths(outputs: Path) -> None:

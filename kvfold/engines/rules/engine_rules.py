@@ -71,7 +71,10 @@ _TRANSFORMERS = (
           check.experts, "a number is needed even where no layer has experts"),
     _rule({"transformers": seen.HF4}, (*_STOCK, *_GROUPED), "note", "rotary settings of transformers 5 only",
           check.twins, "transformers 4 reads rope_theta and rope_scaling, and would rotate otherwise; "
-                       "kvfold verify DIR --restore-rope writes them"),
+                       "kvfold verify DIR --restore writes them where they can say it"),
+    _rule({"transformers": seen.HF4}, (*_STOCK, *_GROUPED), "note", "a tokenizer of transformers 5",
+          check.newer_tokenizer, "transformers 4 cannot load it; kvfold verify DIR --restore names a class "
+                                 "that both load"),
     _always({"transformers": seen.HF4_STATIC}, _STOCK, "note", "it is latent attention",
             "a static cache (cache_implementation='static') fails in transformers 4.57; 5.15 has one"),
     _rule({"transformers": seen.HF}, _GROUPED, "saves no cache", "Falcon's new decoder", check.expanded,
@@ -189,7 +192,7 @@ _MLX = (
           "longrope slots end in ZeroDivisionError there; use --engine mlx, which takes the default table"),
     _rule({"mlx": seen.MLX_CLASSES}, (*_STOCK, *_GROUPED), "prints nonsense",
           "rotary settings of transformers 5 only", check.lost_in_mlx,
-          "most classes of mlx-lm take their own base then; kvfold verify DIR --restore-rope writes the "
+          "most classes of mlx-lm take their own base then; kvfold verify DIR --restore writes the "
           "fields that they read"),
     _rule({"mlx": seen.MLX_READ}, _STOCK, "refuses to load", "more than 61 layers", check.deep,
           "its loader drops every tensor whose name begins with model.layers.61"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...convert.families.config_fields import WINDOWED_BASES, former_rope, former_tokenizer
 from ...convert.families.recognition import configured, never_latent
 from ...convert.families.rows import FAMILIES
 from ...convert.formats.serving_widths import NARROW, NORM_EPSILON, SERVING
@@ -32,7 +33,7 @@ _WHOLE = {"mlx": _LLAMAS | {"gemma2"}, "sglang": _LLAMAS | {"mistral"}}
 _READS_ROPE = {"qwen3", "ministral3"}
 _BASES = {
     "mixtral": 1e6, "qwen2": 1e6, "qwen2_moe": 1e6, "gpt_oss": 1.5e5, "cohere": 8e6, "cohere2": 5e4,
-    "starcoder2": 1e5,
+    "starcoder2": 1e5, "gemma3_text": 1e6,
 }  # fmt: skip
 _WANTS_THETA = {"qwen3_moe", "olmo3", "glm4", "granite", "stablelm"}
 _PREFILL = (*((nope, SERVING.rope, value) for nope, value in SERVING.heads), (256, 0, 256))
@@ -105,7 +106,7 @@ def half(written: Written) -> str:
 
 def twins(written: Written) -> str:
     """Find a file of transformers 5 in which transformers 4 would read other rotary frequencies."""
-    return _lost_rope(written, 1e4)
+    return _lost_rope(written, 1e6 if written.config.get("model_type") == "gemma3_text" else 1e4)
 
 
 def lost_in_mlx(written: Written) -> str:
@@ -119,6 +120,8 @@ def lost_in_mlx(written: Written) -> str:
 def _lost_rope(written: Written, base: float | None) -> str:
     """Find settings that a reader of rope_theta and rope_scaling misses, whose own base is `base`."""
     new = written.config.get("rope_parameters")
+    if isinstance(new, dict) and isinstance(new.get("sliding_attention"), dict):
+        return _lost_tables(written, base)
     if not isinstance(new, dict) or new.get("rope_theta") is None:  # None: nothing rotates
         return ""
     is_scaled = new.get("rope_type", "default") != "default"
@@ -130,6 +133,32 @@ def _lost_rope(written: Written, base: float | None) -> str:
     ):
         return f"its rope_theta {new['rope_theta']:g} and scaling stand in rope_parameters only"
     return ""
+
+
+def _lost_tables(written: Written, base: float | None) -> str:
+    """Find such settings where rope_parameters has a table for each kind of layer."""
+    if written.config.get("model_type") not in WINDOWED_BASES or written.config.get("rope_scaling"):
+        return ""
+    former = former_rope(written.config)
+    if not former:
+        return "its layers with a window have a base or scaling that only rope_parameters can say"
+    own = {"rope_theta": base, "rope_local_base_freq": 1e4}
+    lost = [name for name in former if written.get(name, own.get(name)) != former[name]]
+    return f"its {', '.join(lost)} can be found in rope_parameters only" if lost else ""
+
+
+def newer_tokenizer(written: Written) -> str:
+    """Find a tokenizer_config.json that transformers 4 cannot read."""
+    file = written.tokenizer and written.tokenizer / "tokenizer_config.json"
+    if not file or not file.is_file():
+        return ""
+    try:
+        config = read_json(file)
+    except InvalidInput:
+        return ""  # who loads the tokenizer says so
+    if not isinstance(config, dict) or former_tokenizer(config) == config:
+        return ""
+    return "transformers 5 saved its tokenizer"
 
 
 def code(written: Written) -> str:
