@@ -231,8 +231,8 @@ def _fitted(
     is_refined = folding.method == OWN
     # A norm that heads share serves any number of them, and is passed on; so is that of queries, whose number
     # stays.
-    is_shared = folding.source.family.norm_spans == "head"
-    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | ({"k_norm_KH"} if is_shared else set())
+    passes = folding.source.family.norm_spans == "head"
+    fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | ({"k_norm_KH"} if passes else set())
     if its.is_shared:
         fixed |= {"k_KHD", "k_KH", "v_KHD", "v_KH"}
     if isinstance(layer, NormedLatentAttention):
