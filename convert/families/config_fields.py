@@ -109,8 +109,8 @@ def former_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if isinstance(inner := rope.get("sliding_attention"), dict):
         field = WINDOWED_BASES.get(str(config.get("model_type")))
-        rope = rope.get("full_attention") or {}
-        if field is None or inner.get("rope_type", "default") != "default":
+        rope = rope.get("full_attention")
+        if field is None or not isinstance(rope, dict) or inner.get("rope_type", "default") != "default":
             return {}
         windowed = {field: inner.get("rope_theta")}
         if windowed.get("rope_theta", rope.get("rope_theta")) != rope.get("rope_theta"):

@@ -75,7 +75,7 @@ _ROWS = {
         scale=("query_pre_attn_scalar", -0.5), soft_cap="attn_logit_softcapping", block=ADDED),
     "phi": Family(label="Phi-1, Phi-2", architecture="PhiForCausalLM", rotates_partly=True,
         needs={"qk_layernorm": (None, False)},
-        because=", because it has no key norms with a bias",
+        because=", because kvfold has no key norms with a bias",
         o="layers.{layer}.self_attn.dense", block=PARALLEL),
     "phi3": Family(label="Phi-3, Phi-4-mini", architecture="Phi3ForCausalLM", rotates_partly=True,
         qkv="layers.{layer}.self_attn.qkv_proj", block=Block(gate_up=True)),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvfold
 from kvfold.cli import main
+from kvfold.convert.families.config_fields import former_rope
 from kvfold.convert.families.rows import FAMILIES
 from kvfold.convert.formats.stock import Stock
 from kvfold.engines.rules.engine_names import ENGINES
@@ -171,6 +172,8 @@ def test_a_copy_with_a_table_for_each_kind_of_layer_gets_its_fields_again(kind: 
     assert config["rope_theta"] == bases["full_attention"]
     assert config.get("rope_local_base_freq", 2e4) == 2e4
     assert AutoModelForCausalLM.from_pretrained(copy).config.rope_parameters == tables
+    damaged = {"model_type": kind, "rope_parameters": {**tables, "full_attention": [1]}}
+    assert former_rope(damaged) == {}  # who reads the table says so
     tables["sliding_attention"]["rope_theta"] = 3e4
     other = make(tmp_path / "other", kind, rope_parameters=tables)
     assert any("only rope_parameters can say" in str(one) for one in lint(other, ["mlx"])) == (

@@ -50,7 +50,7 @@ def assert_equal(one: Statistics, other: Statistics) -> None:
 
 
 def check_layout(source: Source, found: Statistics) -> None:
-    """What hooks see is in the layout of `Source.attention`: W_Q C W_Qᵀ is E[q qᵀ], whatever is fused."""
+    """Quantities that hooks see are in the layout of `Source.attention`: W_Q C W_Qᵀ is E[q qᵀ], whatever is fused."""
     attention, statistics = source.attention(source.layers - 1), found.layers[-1]
     bias_NH = torch.zeros(attention.q_NHD.shape[:2]) if attention.q_NH is None else attention.q_NH
     q_NHE = torch.cat([attention.q_NHD, bias_NH[..., None]], -1)

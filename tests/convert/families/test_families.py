@@ -156,7 +156,7 @@ def test_every_multimodal_model_of_transformers_is_listed_with_what_a_fold_says(
 # name -> (family, what config.json says, a part of the sentence)
 VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "key norm with bias": ("phi", {"qk_layernorm": True},
-                           "folds Phi-1, Phi-2 where it is False, because it has no key norms with a bias"),
+                           "folds Phi-1, Phi-2 where it is False, because kvfold has no key norms with a bias"),
     "old decoder": ("falcon", {"new_decoder_architecture": False},
                     "kvfold folds Falcon, new decoder where it is True"),
     "alibi": ("falcon", {"alibi": True, "new_decoder_architecture": True}, "alibi True; kvfold"),

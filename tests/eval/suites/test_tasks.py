@@ -23,7 +23,7 @@ lm_eval: ModuleType = pytest.importorskip("lm_eval", reason="pip install 'kvfold
 
 
 def right(directory: Path, file: Path) -> tuple[list[float], list[float]]:
-    """Whether each document's right choice is the likeliest, also per byte, by whole forward passes."""
+    """For each document 1 if its right choice is the likeliest, also per byte, by whole forward passes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
