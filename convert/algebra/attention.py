@@ -75,8 +75,8 @@ class LatentAttention(Tensors):
     rows in the interleaved layout, one key for all heads. Queries are projected from x, or from q_down x +
     q_down_A (equation 12 there) where that is given. `spectrum` is the spectrum that the latent was cut from.
     Where `latent_norm_C` is given, c is divided by its root mean square and multiplied by that weight;
-    `query_norm` does the same to what queries are projected from. The gate is that of `Attention`. While a
-    layer is made, `level_CC` is A of c / |A c| in the place of c.
+    `query_norm`, one for all features or one for each, does the same to what queries are projected from. The
+    gate is that of `Attention`. While a layer is made, `level_CC` is A of c / |A c| in the place of c.
     """
 
     q_nope_NPA: Tensor
@@ -97,7 +97,7 @@ class LatentAttention(Tensors):
     scale: float
     level_CC: Tensor | None = None
     latent_norm_C: Tensor | None = None
-    query_norm: float | None = None
+    query_norm: Tensor | float | None = None
     spectrum: LatentSpectrum | None = None
 
     def widened(self, latent: int, rope: int, nope: int, value: int, slots: Sequence[int]) -> Self:

@@ -38,6 +38,38 @@ class Geometry:
         """Return the number of elements cached per token and layer."""
         return 2 * self.num_key_value_heads * self.head_dim
 
+    @property
+    def key_width(self) -> int:
+        """Return the width of what keys are made of: all key heads."""
+        return self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentGeometry(Geometry):
+    """The attention shape of a checkpoint that has latent attention already (arXiv 2405.04434).
+
+    All query heads share what is cached, so there is one key/value head; `head_dim` is that of a query.
+
+    Attributes:
+        kv_lora_rank: width of the latent.
+        qk_rope_head_dim: width of the rotary key.
+        v_head_dim: width of one head's value.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def cache_elements(self) -> int:
+        """Return the number of elements cached per token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Return the width of what keys are made of: the latent."""
+        return self.kv_lora_rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTarget:
@@ -137,6 +169,8 @@ def from_options(
     """
     check_options(to, sizes)
     elements = None if sizes.kv_budget is None else budget_elements(source, sizes.kv_budget)
+    if isinstance(source, LatentGeometry):
+        return _narrower(source, to, sizes, elements)
     if to == "mla":
         _check_one(sizes.rank, elements, "mla", "--rank N (or --rank full)")
         if sizes.rope == "intact" or rotary_width == 0:
@@ -245,6 +279,39 @@ def _joint(source: Geometry, sizes: Sizes, elements: int | None, normed: bool) -
     if elements < 1:
         raise InvalidInput(f"this budget is less than one element; the least would be {share_of(1, source)}")
     return LatentTarget(kv_lora_rank=min(elements, full), qk_rope_head_dim=0, slots="none", rope=rope)
+
+
+def _narrower(source: LatentGeometry, to: str, sizes: Sizes, elements: int | None) -> LatentTarget:
+    """Return latent attention with a narrower latent; the rotary key and the queries stay as they are."""
+    full, rope = source.kv_lora_rank, source.qk_rope_head_dim
+    if to != "mla":
+        raise InvalidInput(
+            f"--to {to} cannot hold this source: its attention is latent already, and caches {full}+{rope} "
+            "numbers; use --to mla with a smaller --rank"
+        )
+    _check_one(sizes.rank, elements, "mla", "--rank N (or --rank full)")
+    if sizes.rope_dim not in (None, rope):
+        raise InvalidInput(
+            f"--rope-dim {sizes.rope_dim} does not fit: the source's rotary key of {rope} numbers stays"
+        )
+    if sizes.rope is not None or sizes.q_lora_rank is not None:
+        option = "--rope" if sizes.rope is not None else "--q-lora-rank"
+        raise InvalidInput(f"{option} does not apply: the source's attention is latent already; leave it out")
+    if sizes.rank == "full":
+        return LatentTarget(kv_lora_rank=full, qk_rope_head_dim=rope, slots="source")
+    if elements is not None and elements < rope + 2:
+        raise InvalidInput(
+            f"a budget of {elements} elements per token and layer leaves no room for a latent next to the "
+            f"rotary key of {rope}; the least would be {share_of(rope + 2, source)}"
+        )
+    # transformers' DeepSeek-V2 views the rotary key behind the latent as complex numbers, so it must be even.
+    rank = int(sizes.rank or 0) if elements is None else (elements - rope) // 2 * 2
+    if rank not in range(2, full, 2):
+        raise InvalidInput(
+            f"--rank {rank} does not fit: the source's latent has {full} numbers; choose an even rank from 2 "
+            f"to {full - 2}, or --rank full, which keeps everything"
+        )
+    return LatentTarget(kv_lora_rank=rank, qk_rope_head_dim=rope)
 
 
 def query_rank(source: Geometry, wanted: Rank | None) -> int | None:

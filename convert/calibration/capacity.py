@@ -70,7 +70,7 @@ class Need:
         hidden = geometry.hidden_size
         heads = geometry.num_attention_heads
         width = geometry.head_dim
-        keys = geometry.num_key_value_heads * width
+        keys = geometry.key_width
         feed_forward = source.config.get("intermediate_size") or 4 * hidden
         # Counted in a Llama layer: norms and residuals keep 5 D, heads 4 N·H, the MLP 3 of its width, the
         # softmax two maps.
@@ -145,7 +145,7 @@ def fold_bytes(
     attention = sum(
         math.prod(source.checkpoint.spec(name).shape) for name in source.reads(source.attending[0])
     )
-    side = max(geometry.hidden_size, geometry.num_key_value_heads * geometry.head_dim)
+    side = max(geometry.hidden_size, geometry.key_width)
     # Refinement keeps inputs and target outputs. For the sequences of a step, autograd needs some rows.
     # Scores of all heads exist only where the fused kernel does not compute them.
     rows = _ROW * sequences * length * geometry.hidden_size

@@ -335,6 +335,9 @@ def layout_of(source: Source) -> Layout:
     def row(layer: int) -> Family:
         return replace(source.shape(layer).family, prefix=prefix)
 
+    if source.family.latent:
+        return _latent_layout(source, prefix)
+
     def heads(layer: int, role: str, output_BTC: Tensor) -> dict[str, Tensor]:
         family, geometry, order_H = row(layer), source.shape(layer).geometry, source.order_of(layer)
         output_CBT = output_BTC.movedim(-1, 0)
@@ -356,13 +359,33 @@ def layout_of(source: Source) -> Layout:
     )
 
 
+def _latent_layout(source: Source, prefix: str) -> Layout:
+    """Return the same where attention is latent already.
+
+    Keys and values are linear functions of the latent behind its norm, which has the gradient of both. So it
+    takes the place of each, as one head.
+    """
+    family = replace(source.family, prefix=prefix)
+
+    def projections(layer: int) -> dict[str, str]:
+        names = family.projections(layer)
+        place = names["o"].removesuffix("o_proj")
+        return {"x": f"{place}kv_a_proj_with_mqa", "kv": f"{place}kv_a_layernorm", **names}
+
+    def parts(layer: int, role: str, output_BTC: Tensor) -> dict[str, Tensor]:
+        if role == "q":
+            return {"q": output_BTC.unflatten(-1, (-1, source.geometry.head_dim))}
+        return dict.fromkeys("kv", output_BTC[:, :, None]) if role == "kv" else {}
+
+    return Layout(projections=projections, split=parts, layers=source.attending)
+
+
 def _check_source(statistics: Statistics, source: Source, file: str) -> Statistics:
     """Return the statistics, or refuse those of another model."""
     for at, layer in enumerate(source.attending[: len(statistics.layers)]):
         geometry = source.shape(layer).geometry
         found = (len(statistics.layers), *statistics.layers[at].sizes())
-        keys = geometry.num_key_value_heads * geometry.head_dim
-        sizes = (geometry.hidden_size, geometry.num_attention_heads, keys, geometry.head_dim)
+        sizes = (geometry.hidden_size, geometry.num_attention_heads, geometry.key_width, geometry.head_dim)
         if found != (len(source.attending), *sizes):
             raise InvalidInput(
                 f"{file} holds statistics of a model with (layers, hidden_size, heads, width of all keys, "

@@ -18,7 +18,7 @@ from ..methods.query_rank import planned_losses, query_notices
 from ..methods.slots import choose_slots
 from ..request import FoldRequest
 from .engine_choice import SERVED, are_served, choose_plan, containers_for, engine_notices, format_notices
-from .form import choose_form, choose_rope, latent_container, target_of
+from .form import choose_form, choose_rope, latent_container, narrowed_container, target_of
 from .plan import Draft, DraftOptions, Plan, PlannedLayer
 from .profile_choice import plan_profiles, served_notices
 from .quantised_output import planned_copies, quantised_notices
@@ -43,17 +43,18 @@ def make_draft(
     source = place if isinstance(place, Source) else open_source(place)
     statistics = at_context(source, statistics, request.context)
     engines = tuple(dict.fromkeys(request.engines))
+    to = "" if source.family.latent else request.to  # there is one format to write it in
     has_size = request.rank is not None or request.kv_budget is not None
 
     def make(container: str) -> Draft:
         options = DraftOptions(
             sizes=request.sizes, container=container, slots=request.slots, engines=engines, theta=theta
         )
-        if request.to != "mla" or not are_served(engines) or (has_size and container != SERVED):
+        if to != "mla" or not are_served(engines) or (has_size and container != SERVED):
             return _in_form(source, request, options, statistics)
         return plan_profiles(source, options, lambda other: _in_form(source, request, other, statistics))
 
-    draft = choose_plan(engines, containers_for(engines, request.to, request.container), make)
+    draft = choose_plan(engines, containers_for(engines, to, request.container), make)
     plan = draft.plan
     told = served_notices(plan.target, source.geometry, plan.container.cached, engines)
     told += budget_notices(source.geometry, plan.target, request.kv_budget)
@@ -83,6 +84,11 @@ def _drafted(
     served = None if profile is None else served_shape(source, options, profile)
     target = served.target if served else target_of(source, request.to, options.sizes, form)
     method = methods.check(target, request.method)
+    if source.family.latent and method != methods.OWN:
+        raise InvalidInput(
+            f"--method {method} does not apply to {source.family.label}, whose attention is latent already; "
+            "leave it out"
+        )
     methods.check_prepared(target, method, request.cache_dtype, request.rank)
     if source.family.value_norm and request.cache_dtype != "bfloat16":
         raise InvalidInput(
@@ -108,6 +114,8 @@ def _drafted(
     container: Container
     if not isinstance(target, LatentTarget):
         container = grouped_container(source, target)
+    elif source.family.latent:
+        container = narrowed_container(source, target)
     elif profile is not None:
         container = served_container(source, target, bands, engines=options.engines, profile=profile)
     else:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...core.errors import InvalidInput
-from ..algebra.target import LatentTarget, Sizes, Target, from_options
+from ..algebra.target import LatentGeometry, LatentTarget, Sizes, Target, from_options
 from ..families.recognition import BEHIND_ROTATION, UNLIKE, intact_reason, latent_obstacle, never_latent
 from ..families.source import Source
 from ..families.support import LIMIT
 from ..formats.blocks import folded_block
 from ..formats.container import Container
+from ..formats.narrowed import Narrowed
 from ..formats.remote import Remote
 from ..formats.serving import slot_rope
 from ..formats.stock import Stock
@@ -57,15 +58,16 @@ def choose_form(source: Source, to: str, options: DraftOptions) -> Form | None:
         InvalidInput: the user's choice cannot hold the source, or there is one for another target.
     """
     rope, container, label = options.sizes.rope, options.container, source.family.label
-    if to != "mla":
+    if to != "mla" or source.family.latent:
         if options.slots is not None:
-            raise InvalidInput(
-                f"--slots {options.slots} does not apply to --to {to}, which has no rotary slots"
+            why = (
+                f"--to {to}, which has no rotary slots" if to != "mla" else f"{label}, whose rotary key stays"
             )
+            raise InvalidInput(f"--slots {options.slots} does not apply to {why}")
         if container != "auto":
+            what = f"--to {to}, which" if to != "mla" else f"{label}: its attention is latent already, and"
             raise InvalidInput(
-                f"--container {container} does not apply to --to {to}, which is written in the source's own "
-                "class"
+                f"--container {container} does not apply to {what} is written in the source's own class"
             )
         return None
     container = "stock" if container == SERVED else container
@@ -131,6 +133,19 @@ def target_of(source: Source, to: str, sizes: Sizes, form: Form | None) -> Targe
         rank = full_rank(geometry.hidden_size, geometry.cache_elements, normed=False)
         return replace(target, kv_lora_rank=rank)
     return target
+
+
+def narrowed_container(source: Source, target: LatentTarget) -> Container:
+    """Return the output format of a source whose attention is latent already."""
+    assert isinstance(source.geometry, LatentGeometry)
+    return Narrowed(
+        family=source.family,
+        geometry=source.geometry,
+        target=target,
+        settings=source.config,
+        factor=source.nominal_frequencies(source.attending[0])[1],
+        places={layer: source.latent_place(layer) for layer in source.attending},
+    )
 
 
 def latent_container(

@@ -38,6 +38,8 @@ def latent_norm(
     Raises:
         InvalidInput: the user asks for it where there is no such norm, or in a dtype that cannot hold it.
     """
+    if source.family.latent and wanted != "linear":
+        return None if isinstance(target, LatentTarget) and target.slots == "source" else "fitted"
     no_other = source.family.k_norm is not None or wanted == "linear"  # in kvfold's own code
     if form is None or form.rope == "intact" or (form.remote and no_other):
         if wanted != "auto":

@@ -90,6 +90,7 @@ class Family:
             layer of their kind.
         unlike: layers of one kind may differ from others in the width of heads and in key/value heads; the
             rules are in layer_shapes.py.
+        latent: its attention is latent already (arXiv 2405.04434), with the tensors of latent_layout.py.
         unlatent: why no output format of latent attention holds the family, even where config.json turns its
             norms off; None where one may.
         kv_heads: config field with the key/value heads; None where the class has as many as query heads.
@@ -140,6 +141,7 @@ class Family:
     key_values: str | None = None
     followers: str | None = None
     unlike: bool = False
+    latent: bool = False
     unlatent: str | None = None
     kv_heads: str | None = "num_key_value_heads"
     host: str | None = None

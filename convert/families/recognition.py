@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.errors import InvalidInput
 from ...core.untrusted import printable, shorten
-from ..algebra.target import Geometry
+from ..algebra.target import Geometry, LatentGeometry
 from .config_fields import check_fields
 from .family import Family
 from .layers.layer_kinds import ATTENTION, SLIDING
@@ -96,6 +96,11 @@ def configured(family: Family, config: Mapping[str, Any]) -> Family:
     flag = family.norm_flag
     if flag is not None and not (config[flag] if flag in config else default_of(family, flag)):
         family = replace(family, q_norm=None, k_norm=None, norm_spans="head", late_norms=None)
+    if family.latent:
+        compressed = config["q_lora_rank"] if "q_lora_rank" in config else default_of(family, "q_lora_rank")
+        family = replace(family, q=f"layers.{{layer}}.self_attn.{'q_b_proj' if compressed else 'q_proj'}")
+        if config.get("rope_interleave") is False:
+            family = replace(family, rotary="half")
     bound = None if family.clip is None else config.get(family.clip)
     if bound is not None:
         family = replace(family, unlatent=f"{family.clip} {bound} bounds its queries, keys and values")
@@ -172,6 +177,17 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
     """Return the attention shape that a complete config states."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.latent:
+        return LatentGeometry(
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=1,
+            head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+            kv_lora_rank=config["kv_lora_rank"],
+            qk_rope_head_dim=config["qk_rope_head_dim"],
+            v_head_dim=config["v_head_dim"],
+        )
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if heads % kv_heads:
@@ -193,6 +209,8 @@ def rotary_width(family: Family, config: Mapping[str, Any], head_dim: int) -> in
     """
     if family.rotary is None:
         return 0
+    if family.latent:
+        return int(config["qk_rope_head_dim"])
     share = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
     if share not in {None, 1.0} and not family.rotates_partly:
         raise InvalidInput(

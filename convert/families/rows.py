@@ -53,6 +53,12 @@ def _mixture(label: str, architecture: str, **own: Any) -> Family:
     return Family(label=label, architecture=architecture, block=EXPERTS, **own)
 
 
+def _latent(label: str, architecture: str, **own: Any) -> Family:
+    """Return the row of a family that has latent attention; what follows it passes unchanged."""
+    return Family(label=label, architecture=architecture, latent=True, k=None, v=None, kv_heads=None,
+        needs=_NO_BIAS, block=EXPERTS, **{"rotary": "interleaved", **own})  # fmt: skip
+
+
 _ROWS = {
     "llama": Family(label="Llama", architecture="LlamaForCausalLM"),
     "mistral": Family(label="Mistral", architecture="MistralForCausalLM", windowed=True),
@@ -199,5 +205,14 @@ _ROWS = {
     "jamba": Family(label="Jamba", architecture="JambaForCausalLM", rotary=None, mixers=True, block=_OTHERS),
     "olmo_hybrid": Family(label="OLMo Hybrid", architecture="OlmoHybridForCausalLM", **QK_NORM,
         norm_spans="heads", rotates="rope_theta", mixers=True, block=_OTHERS),
+    # Those whose attention is latent already.
+    "deepseek_v2": _latent("DeepSeek-V2", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": _latent("DeepSeek-V3, Kimi K2, Moonlight", "DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": _latent("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM"),
+    "kimi_linear": _latent("Kimi Linear", "KimiLinearForCausalLM", rotary=None, mixers=True),
+    "minicpm3": _latent("MiniCPM3", "MiniCPM3ForCausalLM", rotary="half"),
+    "sarvam_mla": _latent("Sarvam", "DeepseekV3ForCausalLM"),
+    "axk1": _latent("A.X-K1", "AXK1ForCausalLM"),
+    "youtu": _latent("Youtu-LLM", "YoutuForCausalLM"),
 }  # fmt: skip
 FAMILIES = {kind: replace(row, kind=kind) for kind, row in _ROWS.items()}

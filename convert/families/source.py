@@ -14,12 +14,13 @@ from ...checkpoints.quantised.packed_checkpoint import open_checkpoint
 from ...checkpoints.record import check_unfolded
 from ...core.errors import InvalidInput
 from ...models.expected_weights import check_weights
-from ..algebra.attention import Attention
+from ..algebra.attention import Attention, LatentAttention
 from ..algebra.forward import Scoring
 from ..algebra.rotary import FIXED, frequencies, longrope_factor
-from ..algebra.target import Geometry
+from ..algebra.target import Geometry, LatentGeometry
 from .config_fields import check_layers, known_ids
 from .family import Family
+from .latent_layout import latent_shapes, read_latent, yarn_scale
 from .layers.layer_kinds import reach_of
 from .layers.layer_rotation import check_rotation, fixed_rotation, layer_rope
 from .layers.layer_shapes import LayerShape, donor_of, own_geometry, own_row
@@ -214,6 +215,8 @@ class Source:
 
     def reads(self, layer: int) -> tuple[str, ...]:
         """Return the tensors of a layer's attention that a fold replaces."""
+        if self.family.latent:
+            return tuple(self.latent_place(layer) + name for name in latent_shapes(self.config))
         own = self.shape(layer)
         norms = () if own.family.norm_spans == "head" else own.family.norms("k", layer, own.geometry)
         return *self._names(layer).values(), *norms
@@ -225,6 +228,27 @@ class Source:
             for part in ("weight", "bias")
             if part == "weight" or role in self.biases
         }
+
+    def latent_place(self, layer: int) -> str:
+        """Return what the names of a layer's attention tensors begin with, where it is latent already."""
+        return self.family.projections(layer)["o"].removesuffix("o_proj")
+
+    def latent_attention(self, layer: int) -> LatentAttention:
+        """Return a layer's attention, float64, where it is latent already."""
+        assert isinstance(self.geometry, LatentGeometry)
+        place = self.latent_place(layer)
+        return read_latent(
+            {name: self.checkpoint[place + name].to(torch.float64) for name in latent_shapes(self.config)},
+            self.geometry,
+            interleaved=self.family.rotary != "half",
+            scale=self.scale(layer),
+            factor=self.nominal_frequencies(layer)[1],
+        )
+
+    def latent_frequencies(self, layer: int) -> Tensor:
+        """Return the frequencies (R/2,) of the rotary key's pairs, where attention is latent already."""
+        assert isinstance(self.geometry, LatentGeometry)
+        return self.nominal_frequencies(layer)[0][: self.geometry.qk_rope_head_dim // 2]
 
     def attention(self, layer: int, rotary_factor: float = 1.0) -> Attention:
         """Return a layer's attention, float64.
@@ -321,6 +345,8 @@ class Source:
 
     def scale(self, layer: int) -> float:
         """Return the factor on a layer's scores."""
+        if self.family.latent:
+            return float(self.geometry.head_dim**-0.5) * yarn_scale(self.config) ** 2
         base, exponent = self.geometry.head_dim, -0.5
         if self.family.scale is not None:
             field, exponent = self.family.scale

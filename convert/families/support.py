@@ -24,6 +24,7 @@ ANY = "any"  # text model of a multimodal class that builds the one that text_co
 TESTED = {
     "gemma3", "gemma4", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl",
 }  # fmt: skip
+LATENT = "its attention is latent already"
 _NO_PLACE = "its config.json has no text_config next to a vision_config or audio_config"
 _SEQUENCE = "it is an encoder-decoder model"
 
@@ -34,15 +35,16 @@ class Support:
 
     Attributes:
         target: `gqa`, `mqa` or `mla`.
-        container: what the status is about: `grouped`, `rehosted`, `stock` (in transformers), `serving` (the
-            same class as other engines take it) or `remote`; None where there is none.
+        container: what the status is about: `grouped`, `rehosted`, `stock` (in transformers), `narrowed` (the
+            source's own class with a narrower latent), `serving` (the stock class as other engines take it)
+            or `remote`; None where there is none.
         architecture: the class that loads the output; None where nothing is written.
         status: `exact`, `approximate` or `no`.
         why: the reason, or what else one should know.
     """
 
     target: str
-    container: Literal["grouped", "rehosted", "stock", "serving", "remote"] | None = None
+    container: Literal["grouped", "rehosted", "stock", "narrowed", "serving", "remote"] | None = None
     architecture: str | None = None
     status: Literal["exact", "approximate", "no"]
     why: str = ""
@@ -54,8 +56,24 @@ class Support:
 def support(kind: str) -> tuple[Support, ...]:
     """Return what a family can become: a cell for gqa, for mqa, and for mla in each of its containers."""
     family = FAMILIES[kind]
+    if family.latent:
+        return _narrowed(family)
     stock = _latent(family)
     return _heads(family, "gqa"), _heads(family, "mqa"), stock, _serving(family, stock), _remote(family)
+
+
+def _narrowed(family: Family) -> tuple[Support, ...]:
+    """Return the cells of a family whose attention is latent already."""
+    heads = [Support(target=target, status="no", why=LATENT) for target in ("gqa", "mqa")]
+    own = Support(
+        target="mla",
+        container="narrowed",
+        architecture=family.architecture,
+        status="exact",
+        why="a narrower latent in its own class",
+    )
+    serving = Support(target="mla", container="serving", status="no", why=LATENT)
+    return *heads, own, serving, replace(serving, container="remote")
 
 
 def _heads(family: Family, target: str) -> Support:

@@ -18,11 +18,12 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen",
         "mt5", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "t5", "trocr", "umt5", "whisper",
     ),
-    "its attention is latent already": (
-        "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-        "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "kvfold", "longcat_flash", "minicpm3",
-        "sarvam_mla", "youtu",
+    "it is an output of kvfold; fold its source again": ("kvfold",),
+    "its attention is latent already, and reads the tokens that an index selects": (
+        "axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4",
     ),
+    "its attention is latent already, and gated": ("bailing_hybrid",),
+    "its attention is latent already, and every layer has it twice": ("longcat_flash",),
     "it has no attention": ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
     "some of its layers have no attention, and folding only the others is not implemented": (
         "falcon_h1", "lfm3", "nemotron_h", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba",
@@ -70,6 +71,7 @@ UNFOLDED = {kind: reason for reason, kinds in _BY_REASON.items() for kind in kin
 # Model types that only checkpoints' own code computes, each with the class that their weights convert to.
 CODE_ONLY: dict[str, str] = {
     "minicpm": "its factors can go into the weights of a LlamaForCausalLM, so convert it to that class first",
+    "kimi_k2": "its weights are DeepseekV3ForCausalLM's, so set model_type deepseek_v3 without auto_map",
     "internlm": "convert it to LlamaForCausalLM with attention_bias first",
     "internlm2": "convert it to LlamaForCausalLM first, which has wqkv as three projections",
     "baichuan": "convert a 7B model to LlamaForCausalLM first, which has W_pack as three projections; no "

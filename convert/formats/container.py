@@ -44,7 +44,7 @@ def unchanged(name: str, spec: TensorSpec, renamed: str | None = None) -> dict[s
 
 
 class Container(ABC):
-    """An output format; `Grouped`, `HostClass`, `Remote` and `Stock` are the four.
+    """An output format; `Grouped`, `HostClass`, `Narrowed`, `Remote` and `Stock` are the five.
 
     Attributes:
         kind: name of the format in plans and tables.

@@ -312,6 +312,7 @@ class Remote(Container):
         }
         if attention.q_down_AD is not None:
             compressed = len(attention.q_down_AD)
+            assert not isinstance(attention.query_norm, Tensor), "one for all features"
             named |= {
                 "q_a_proj.weight": attention.q_down_AD,
                 "q_a_norm.weight": torch.full((compressed,), attention.query_norm or LATENT_NORM_WEIGHT),

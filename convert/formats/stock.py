@@ -27,6 +27,7 @@ from ..algebra.forward import AnyAttention
 from ..algebra.rotary import rope_parameters
 from ..algebra.target import Geometry, LatentTarget
 from ..families.config_fields import former_rope
+from ..families.latent_layout import latent_shapes
 from ..families.source import Source
 from .blocks import FoldedBlock
 from .container import Container, Copy
@@ -49,32 +50,6 @@ _KEY_NORMS = (
     "the source normalises its queries and keys, and the stock class does not: linear functions of the "
     "layer's input stand for them, which costs part of the loss; --container remote keeps the norms"
 )
-
-
-def stock_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's attention tensors by their names in it, from fields of config.json."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
-    compressed = config.get("q_lora_rank")
-    query = heads * (nope + rope)
-    shapes: dict[str, tuple[int, ...]] = {} if compressed else {"q_proj.weight": (query, hidden)}
-    shapes |= {
-        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
-        "kv_a_layernorm.weight": (rank,),
-        "kv_b_proj.weight": (heads * (nope + value), rank),
-        "o_proj.weight": (hidden, heads * value),
-    }
-    if compressed:
-        shapes |= {
-            "q_a_proj.weight": (compressed, hidden),
-            "q_a_layernorm.weight": (compressed,),
-            "q_b_proj.weight": (query, compressed),
-        }
-    if config.get("attention_bias"):
-        shapes |= {"q_a_proj.bias": (compressed,)} if compressed else {}
-        shapes |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (hidden,)}
-    return shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +167,7 @@ class Stock(Container):
 
     def specs(self, layer: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Return names, shapes and dtypes of one layer's attention tensors."""
-        shapes = stock_shapes({**vars(self.geometry), **self._widths})
+        shapes = latent_shapes({**vars(self.geometry), **self._widths})
         return {
             _PREFIX.format(layer=layer) + name: TensorSpec(dtype, shape) for name, shape in shapes.items()
         }
@@ -238,6 +213,7 @@ class Stock(Container):
         """
         if attention.query_norm is not None:
             assert attention.q_down_AD is not None
+            assert isinstance(attention.query_norm, float), "one for all features"
             named = {
                 "q_a_proj.weight": attention.q_down_AD,
                 "q_a_layernorm.weight": torch.full((q_QA.shape[1],), attention.query_norm),

@@ -19,6 +19,7 @@ from ..methods.latent_norm import (
     NormBasis,
     in_level_basis,
     length_weights,
+    level_basis,
     turned_like,
     with_latent_norm,
     with_least_parts,
@@ -57,17 +58,22 @@ class Finishing:
         slots_S: angular frequencies of the folded layer's slots or pairs.
         sample: of the source's inputs; None: nothing is refined or measured.
         plain: attention without norms whose projections say how large the output's are.
+        is_shared: other layers read its keys and values.
+        latent_BTr: the latents of a source whose attention is latent already, float64; None for others.
+        reduction_Cr: from these to the latents of the fold.
     """
 
     folding: Folding
     number: int
     statistics: LayerStatistics | None
-    attention: Attention
+    attention: Attention | LatentAttention
     table_F: Tensor
     slots_S: Tensor
     sample: LayerSample | None
-    plain: Attention
+    plain: Attention | LatentAttention
     is_shared: bool = False
+    latent_BTr: Tensor | None = None
+    reduction_Cr: Tensor | None = None
 
     @cached_property
     def input_BTD(self) -> Tensor:
@@ -75,6 +81,14 @@ class Finishing:
         if self.statistics is None:
             return drawn_inputs(self.folding.source, self.number)
         return self.statistics.input_BTD
+
+    @property
+    def size(self) -> float:
+        """The root mean square of what the source makes keys and values of its input with."""
+        made = self.plain
+        if isinstance(made, LatentAttention):
+            return float(made.down_CD.square().mean().sqrt())
+        return float(torch.cat([made.k_KHD.flatten(), made.v_KHD.flatten()]).square().mean().sqrt())
 
     def loss(self, layer: AnyAttention, sample: LayerSample, cache: Caches | None = None) -> float:
         """Return the loss of a folded layer on what is held back."""
@@ -149,18 +163,37 @@ def _levelled(its: Finishing, layer: LatentAttention) -> LatentAttention:
     folding = its.folding
     if folding.latent_norm != "fitted":
         return layer
+    if its.latent_BTr is not None:
+        return _levelled_latent(its, layer)
     weight_BT = None
     if its.sample is not None:
         weight_BT = length_weights(layer, its.slots_S, its.sample, folding.effort.draws)
     tokens = _tokens(its.input_BTD, weight_BT)
     layer = with_latent_norm(layer.to(torch.float64, fitting_device()), tokens)
     if folding.container.query_rank is not None:
+        assert isinstance(its.plain, Attention)
         size = float(its.plain.q_NHD.square().mean().sqrt())
         given = tokens.input_XD.shape[1] if layer.q_down_AD is None else len(layer.q_down_AD)
         # One more number than there are is a constant, in the place of biases.
         biased = folding.container.query_rank > given
         layer = with_query_norm(layer, tokens.unweighted(), size, biased=biased)
     return layer.to(torch.float64, "cpu")
+
+
+def _levelled_latent(its: Finishing, layer: LatentAttention) -> LatentAttention:
+    """Return the fold of a layer that has a latent already, with a real norm of its own.
+
+    An error in the length of its latent costs what it costs in the source's.
+    """
+    assert its.latent_BTr is not None
+    assert its.reduction_Cr is not None
+    assert isinstance(its.attention, LatentAttention)
+    weight_BT = None
+    if its.sample is not None:
+        weight_BT = length_weights(its.attention, its.table_F, its.sample, its.folding.effort.draws)
+    tokens = _tokens(its.latent_BTr, weight_BT)
+    level_CC = level_basis(tokens, its.reduction_Cr.to(fitting_device()))
+    return replace(layer, level_CC=level_CC.to("cpu"))
 
 
 def _tokens(input_BTD: Tensor, weight_BT: Tensor | None) -> LatentTokens:
@@ -235,6 +268,8 @@ def _fitted(
     fixed = {"q_norm_NH", "gate_NHD", "gate_NH"} | ({"k_norm_KH"} if passes else set())
     if its.is_shared:
         fixed |= {"k_KHD", "k_KH", "v_KHD", "v_KH"}
+    if its.latent_BTr is not None:
+        fixed |= {"query_norm"}
     if isinstance(layer, NormedLatentAttention):
         fixed |= {"q_nope_NPA"}  # the identity, which is not written
     if isinstance(layer, LatentAttention) and layer.query_norm is not None and layer.q_down_AD is not None:
@@ -279,10 +314,9 @@ def _as_written(its: Finishing, layer: Layer, basis: NormBasis | None = None) ->
     """Return the layer as its class has it; behind a norm, with projections as large as the source's."""
     if not isinstance(layer, LatentAttention) or layer.level_CC is None:
         return layer
-    size = torch.cat([its.plain.k_KHD.flatten(), its.plain.v_KHD.flatten()]).square().mean().sqrt()
     # Of 32 heads this takes a CPU seconds, as long as a fifth of the refinement on a GPU
     # (docs/notes/time-and-memory.md).
     balanced = with_balanced_heads(layer.to(torch.float64, fitting_device()), its.input_BTD)
-    made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), its.input_BTD, float(size), basis)
+    made: Any = in_level_basis(balanced.to(torch.float64, "cpu"), its.input_BTD, its.size, basis)
     written: Layer = made
     return written

@@ -14,7 +14,7 @@ from ..algebra.input_scale import channel_scales, with_channels
 from ..algebra.metric import UNWEIGHTED, LayerMetric
 from ..algebra.spectrum import LatentSpectrum
 from ..algebra.subspaces import decomposing
-from ..algebra.target import GroupedTarget, LatentTarget
+from ..algebra.target import GroupedTarget, LatentTarget, Target
 from ..calibration.layer_metric import metric_of
 from ..calibration.statistics import LayerStatistics
 from ..methods import table as methods
@@ -26,6 +26,7 @@ from ..methods.intact import encoded, fold_joint
 from ..methods.key_regression import regressed
 from ..methods.latent import to_mla
 from ..methods.layer_sample import sample_of
+from ..methods.narrowing import latent_metric, narrowed, source_latents
 from ..methods.pooling import Pool, by_dimension
 from ..methods.published import peer, with_few_queries
 from ..methods.query_rank import Compressible, compress, query_metric
@@ -73,7 +74,9 @@ def fold_attention(folding: Folding, number: int) -> tuple[AnyAttention, Loss | 
         if donor is not None:
             return _following(its, _Layer(folding=folding, number=donor)), None
         layer: Any
-        if isinstance(folding.target, GroupedTarget):
+        if folding.source.family.latent:
+            layer, finishing = _narrower(its, folding.target)
+        elif isinstance(folding.target, GroupedTarget):
             layer, finishing = _pooled(its)
         elif folding.container.folds_jointly:
             layer, finishing = _joint(its, folding.target)
@@ -122,7 +125,9 @@ class _Layer:
         attention = self.folding.source.attention(self.number, rotary_factor)
         return attention if self.scale_D is None else with_channels(attention, self.scale_D)
 
-    def sample(self, attention: Attention, table_F: Tensor, rotary_factor: float = 1.0) -> LayerSample | None:
+    def sample(
+        self, attention: AnyAttention, table_F: Tensor, rotary_factor: float = 1.0
+    ) -> LayerSample | None:
         """Return the sample that the layer is measured and refined on; None where there is none."""
         source = self.folding.source
         return sample_of(source, self.statistics, self.number, attention, table_F, rotary_factor)
@@ -147,7 +152,7 @@ class _Layer:
 
     def finishing(
         self,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         table_F: Tensor,
         slots_S: Tensor,
         sample: LayerSample | None,
@@ -209,6 +214,21 @@ def _latent(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishi
             without_key_bias(latent, one_D), without_query_bias(attention, one_D), table_F
         )
     return latent, its.finishing(attention, table_F, its.slots_S, its.sample(attention, table_F), plain)
+
+
+def _narrower(its: _Layer, target: Target) -> tuple[LatentAttention, Finishing]:
+    """Fold a layer whose attention is latent already."""
+    assert isinstance(target, LatentTarget)
+    source = its.folding.source
+    attention, table_F = source.latent_attention(its.number), source.latent_frequencies(its.number)
+    attention = attention if its.scale_D is None else with_channels(attention, its.scale_D)
+    finishing = its.finishing(attention, table_F, table_F, its.sample(attention, table_F))
+    if target.slots == "source":
+        return attention, replace(finishing, sample=None)
+    latent_BTr = source_latents(attention, finishing.input_BTD)
+    metric = latent_metric(attention, latent_BTr, its.statistics)
+    layer, reduction_Cr = narrowed(attention, metric, target.kv_lora_rank)
+    return layer, replace(finishing, latent_BTr=latent_BTr, reduction_Cr=reduction_Cr)
 
 
 def _still(its: _Layer, target: LatentTarget) -> tuple[LatentAttention, Finishing]:

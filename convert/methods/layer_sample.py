@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..algebra.attention import Attention
+from ..algebra.forward import AnyAttention
 from ..calibration.statistics import LayerStatistics
 from ..families.source import Source
 from .refinement import LayerSample, agrees
@@ -47,7 +47,7 @@ def sample_of(
     source: Source,
     taken: LayerStatistics | None,
     number: int,
-    attention: Attention,
+    attention: AnyAttention,
     table_F: Tensor,
     rotary_factor: float = 1.0,
 ) -> LayerSample | None:

@@ -113,7 +113,7 @@ class Refined(Generic[Layer]):
     quarters: int = 0
 
 
-def agrees(source: Attention, frequencies_F: Tensor, sample: LayerSample) -> bool:
+def agrees(source: AnyAttention, frequencies_F: Tensor, sample: LayerSample) -> bool:
     """Return whether `attend` computes what the source model computes.
 
     The model may have a part that no row of the table of families describes.
@@ -128,7 +128,7 @@ def agrees(source: Attention, frequencies_F: Tensor, sample: LayerSample) -> boo
 def refine(
     folded: Layer,
     slots_S: Tensor,
-    source: Attention,
+    source: AnyAttention,
     frequencies_F: Tensor,
     sample: LayerSample,
     *,
@@ -190,7 +190,7 @@ def refine(
 def measure(
     folded: AnyAttention,
     slots_S: Tensor,
-    source: Attention,
+    source: AnyAttention,
     frequencies_F: Tensor,
     sample: LayerSample,
     cache: Caches | None = None,
@@ -217,7 +217,7 @@ class _Loss:
 
     def __init__(
         self,
-        source: Attention,
+        source: AnyAttention,
         frequencies_F: Tensor,
         slots_S: Tensor,
         sample: LayerSample,

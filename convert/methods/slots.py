@@ -21,6 +21,7 @@ from .allocation import Losses as LossesByWidth
 from .features import features_of, lost_intact
 from .key_regression import regressed
 from .latent import Band, lost_by_slots, source_bands, uniform_bands
+from .narrowing import latent_metric, source_latents
 from .published import Peer, peer
 
 Losses = tuple[dict[str, float], ...]  # predicted, of every layer; empty where nothing is predicted
@@ -76,6 +77,8 @@ def choose_slots(
         InvalidInput: the options ask for slots that the source or the method does not have.
     """
     rule = peer(method)
+    if isinstance(target, LatentTarget) and source.family.latent:
+        return Division(target=target, losses=_lost_of_latents(source, target, statistics))
     if isinstance(target, LatentTarget) and fixed:
         if rule is not None:
             raise InvalidInput(
@@ -128,6 +131,18 @@ def _filled(source: Source, division: Division) -> Division:
     if not isinstance(target, LatentTarget) or not target.qk_rope_head_dim or target.kv_lora_rank <= most:
         return division
     return replace(division, target=replace(target, kv_lora_rank=most))
+
+
+def _lost_of_latents(source: Source, target: LatentTarget, statistics: Statistics | None) -> Losses:
+    """Predict the loss of narrower latents."""
+    if statistics is None or target.slots == "source":
+        return ()
+    losses = []
+    for layer, taken in zip(source.attending, statistics.layers, strict=True):
+        attention = source.latent_attention(layer)
+        metric = latent_metric(attention, source_latents(attention, taken.input_BTD), taken)
+        losses.append({"slots": 0.0, "latent": metric.lost(target.kv_lora_rank)})
+    return tuple(losses)
 
 
 def _lost_behind_norms(source: Source, target: Target, statistics: Statistics | None) -> Losses:

@@ -118,7 +118,8 @@ def _opening(plan: Plan, calibration: str | None) -> str:
     """
     target = plan.target.to_dict()
     sizes = ", ".join(f"{name} {value}" for name, value in target.items() if name != "name")
-    if calibration not in (None, "none") and "slots" in target and plan.request.rope_dim is None:
+    divides = "slots" in target and plan.request.rope_dim is None and not plan.source.family.latent
+    if calibration not in (None, "none") and divides:
         cached = target["kv_lora_rank"] + target["qk_rope_head_dim"]
         how = "measured" if plan.effort.widths else "predicted"
         sizes = f"{cached} cached numbers per token and layer, divided as is {how} to lose least"

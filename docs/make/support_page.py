@@ -22,7 +22,8 @@ not depend on the length, and no window below `max_position_embeddings`.
 
 - **GQA**, **MQA**: in the source's own class, or in the class that is named.
 
-- **MLA, stock**: the dense `DeepseekV3ForCausalLM` of transformers, without any code of kvfold.
+- **MLA, stock**: the dense `DeepseekV3ForCausalLM` of transformers, without any code of kvfold. Where
+  attention is latent already, the source's own class with a narrower latent.
 
 - **MLA, vLLM and SGLang**: the same class in the one shape that both have kernels for (512+64).
 

@@ -147,7 +147,10 @@ def find_candidates(
 
 def plan_source(source: Source, inside: Surroundings | None) -> Candidate | None:
     """Plan the source as it is, as one more candidate; None where it cannot be written unchanged."""
-    asked = _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
+    if source.family.latent:
+        asked = _request(source, "mla", {"rank": "full"})
+    else:
+        asked = _request(source, "gqa", {"kv_heads": source.geometry.num_key_value_heads})
     try:
         return _candidate(source, asked, None, inside)
     except InvalidInput:
@@ -166,13 +169,16 @@ def _wanted(source: Source, shares: Sequence[str]) -> Iterator[tuple[str, str, d
     # The smallest first: where several keep everything, that is the one to ask for.
     for share in sorted(shares, key=lambda share: budget_elements(source.geometry, share)):
         size = {"kv_budget": share}
+        if source.family.latent:
+            yield "mla decoupled", "mla", size
+            continue
         if rotary:
             yield "mla intact", "mla", {**size, "rope": "intact"}
             stock = {**size, "rope": "decoupled", "container": "stock"}
             yield "mla decoupled", "mla", stock
             yield "mla decoupled", "mla", {**stock, "slots": "uniform"}
         yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
-    for engines in ("vllm", "vllm,sglang"):  # their kernels have two sizes
+    for engines in () if source.family.latent else ("vllm", "vllm,sglang"):  # their kernels have two sizes
         for profile in PROFILES:
             yield f"mla for {engines}", "mla", {"engines": engines, "rank": profile.latent}
 

@@ -59,7 +59,7 @@ class PredictedLosses:
         It is in nats per token where the plan has statistics, else a share. The plan's `refine` says what is
         predicted: the closed form, or what refinement leaves.
         """
-        if plan.statistics is None or plan.latent_norm == "linear":
+        if plan.latent_norm == "linear" or (plan.statistics is None and not plan.source.family.latent):
             plan = replace(plan, latent_norm=None)  # a linear norm computes what none does
         # Without slots, what is folded depends on the container too (layer/fold.py).
         form = None if plan.bands else plan.container.architecture
@@ -139,11 +139,13 @@ def _share(plan: Plan, number: int, layer: AnyAttention, kind: CacheDtype | None
     return float((given_BTD - wanted_BTD).square().sum() / wanted_BTD.square().sum())
 
 
-def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, float]:
+def _source(plan: Plan, number: int) -> tuple[Attention | LatentAttention, Tensor, float]:
     """Return the source's layer, the frequencies of its pairs, and the factor that is left to its scoring.
 
     They are taken as layer/fold.py takes them.
     """
+    if plan.source.family.latent:
+        return plan.source.latent_attention(number), plan.source.latent_frequencies(number), 1.0
     if isinstance(plan.target, LatentTarget):
         table_F, factor = plan.source.frequencies(number)
         return plan.source.attention(number, factor), table_F, 1.0
@@ -153,7 +155,7 @@ def _source(plan: Plan, number: int) -> tuple[Attention, Tensor, float]:
 
 def _turning(plan: Plan, number: int, layer: AnyAttention, table_F: Tensor) -> Tensor:
     """Return the frequencies at which a folded layer's pairs, or its slots, turn."""
-    if not isinstance(layer, LatentAttention):
+    if not isinstance(layer, LatentAttention) or plan.source.family.latent:
         return table_F
     if plan.source.mixed and number not in plan.source.rotating:
         return table_F[:0]

@@ -42,6 +42,14 @@ _MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }  # fmt: skip
+_LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0, 1.5, 2.0, 4.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0],
+}
 _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 9,
@@ -127,6 +135,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "flint": {**_EXPERTS, **_MIXED, "num_experts": 4, "shared_expert_intermediate_size": 16,
               "mlp_only_layers": [1]},
     "kolibri1": {**_EXPERTS, **_MIXED, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "deepseek_v2": {**_LATENT, **_EXPERTS, **_ROUTED, "q_lora_rank": 16, "n_shared_experts": 1,
+                    "first_k_dense_replace": 1},
+    "deepseek_v3": {**_LATENT, **_EXPERTS, **_ROUTED, "q_lora_rank": None, "first_k_dense_replace": 1,
+                    "rope_parameters": {**ROPE["yarn"], "mscale": 1.0, "mscale_all_dim": 0.7}},
+    "glm4_moe_lite": {**_LATENT, **_EXPERTS, **_ROUTED, "q_lora_rank": 16},
+    "kimi_linear": {**_LATENT, **_EXPERTS, **_ROUTED, "q_lora_rank": None, "linear_num_heads": 2,
+                    "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "minicpm3": {**_LATENT, "q_lora_rank": 16, "rope_parameters": _LONG, "dim_model_base": 16, "scale_emb": 2, "scale_depth": 1.4},
+    "sarvam_mla": {**_LATENT, **_EXPERTS, **_ROUTED, "initializer_range": 0.02},
+    "axk1": {**_LATENT, **_EXPERTS, **_ROUTED, "q_lora_rank": 16, "rope_interleave": False},
+    "youtu": {**_LATENT, "q_lora_rank": 16},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "ffn_hidden_size": 48, "bias": True},
 }  # fmt: skip
 # Classes that have no head_dim of their own.
@@ -134,7 +153,8 @@ _DERIVED = {
     "qwen2", "qwen2_moe", "phi3", "phi", "olmo", "olmo2", "olmo3", "granite", "smollm3", "stablelm",
     "starcoder2", "cohere",
     "gpt_neox", "gpt2", "gptj", "opt", "falcon", "olmoe", "flex_olmo", "lfm2", "lfm2_moe",
-    "granitemoehybrid", "bamba", "jamba", "olmo_hybrid",
+    "granitemoehybrid", "bamba", "jamba", "olmo_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+    "kimi_linear", "minicpm3", "sarvam_mla", "axk1", "youtu",
 }  # fmt: skip
 
 
@@ -158,6 +178,8 @@ def make(
     for ours, theirs in {"hidden_size": "word_embed_proj_dim", "num_key_value_heads": "num_kv_heads"}.items():
         if theirs in SETTINGS.get(family, {}):
             settings[theirs] = settings[ours]
+    if "kv_lora_rank" in settings:  # which all heads share
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     head_dim = settings["head_dim"]
     if family in _DERIVED:
         head_dim = settings["hidden_size"] // settings["num_attention_heads"]

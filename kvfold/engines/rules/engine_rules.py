@@ -19,7 +19,8 @@ from .rule_types import Effect, LintFinding, Rule, Written, open_written
 _STOCK = ("stock",)
 _REMOTE = ("decoupled", "intact")
 _GROUPED = ("grouped",)
-_EVERY = (*_STOCK, *_REMOTE, *_GROUPED)
+_OWN = (*_GROUPED, "latent")  # the source's class
+_EVERY = (*_STOCK, *_REMOTE, *_OWN)
 _MULTIMODAL = ("multimodal", "multimodal stock")
 _VLLM_RUN = {"vllm": seen.VLLM}
 _VLLM_ALONE = {"vllm": seen.VLLM_BROKEN}  # the plugin lifts these rules
@@ -69,10 +70,10 @@ _TRANSFORMERS = (
           "float16 cannot hold it; load it as bfloat16 or float32 (vllm serve --dtype bfloat16)"),
     _rule({"transformers": seen.HF, **_VLLM_SGLANG}, _STOCK, "refuses to load", "n_routed_experts is null",
           check.experts, "a number is needed even where no layer has experts"),
-    _rule({"transformers": seen.HF4}, (*_STOCK, *_GROUPED), "note", "rotary settings of transformers 5 only",
+    _rule({"transformers": seen.HF4}, (*_STOCK, *_OWN), "note", "rotary settings of transformers 5 only",
           check.twins, "transformers 4 reads rope_theta and rope_scaling, and would rotate otherwise; "
                        "kvfold verify DIR --restore writes them where they can say it"),
-    _rule({"transformers": seen.HF4}, (*_STOCK, *_GROUPED), "note", "a tokenizer of transformers 5",
+    _rule({"transformers": seen.HF4}, (*_STOCK, *_OWN), "note", "a tokenizer of transformers 5",
           check.newer_tokenizer, "transformers 4 cannot load it; kvfold verify DIR --restore names a class "
                                  "that both load"),
     _always({"transformers": seen.HF4_STATIC}, _STOCK, "note", "it is latent attention",

@@ -35,6 +35,7 @@ def read(version: str, date: str, where: str) -> Evidence:
 
 
 HF = run("transformers 5.23.0", "2026-11", "kvfold verify DIR")
+HF_LATENT = run("transformers 5.24.0", "2026-11-30", "tests/convert/families/test_latent_sources.py")
 HF_MULTIMODAL = run("transformers 5.23.0", "2026-11-23", "kvfold verify DIR, on text")
 HF_MODELOPT = run("transformers 5.23.0", "2026-11-23", "AutoModelForCausalLM.from_pretrained(DIR)")
 HF4 = run("transformers 4.57.6", "2026-11", "AutoModelForCausalLM.from_pretrained(DIR)")

@@ -11,12 +11,12 @@ import torch
 
 from ...convert.algebra.target import Geometry, LatentTarget
 from ...convert.families.family import Family
+from ...convert.families.latent_layout import latent_shapes
 from ...convert.families.packing import attention_shapes
 from ...convert.families.recognition import attending, complete, configured, geometry_of
 from ...convert.families.rows import FAMILIES
 from ...convert.families.source import shape_of
 from ...convert.formats.remote import Remote
-from ...convert.formats.stock import stock_shapes
 
 Shape = tuple[int, ...] | None
 
@@ -36,14 +36,26 @@ def expected_tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[
     kind = config.get("model_type")
     if kind == "deepseek_v3":
         layers = range(config["num_hidden_layers"])
-        shapes = stock_shapes(config)
+        shapes = latent_shapes(config)
         attention: dict[str, Shape] = {
             f"model.layers.{n}.self_attn.{name}": shape for n in layers for name, shape in shapes.items()
         }
         return attention | _ends(FAMILIES["llama"], {"tie_word_embeddings": False, **config})
     if kind == "kvfold":
         return _remote(config)
-    return _grouped(FAMILIES[str(kind)], config, names) if kind in FAMILIES else {}
+    if kind not in FAMILIES:
+        return {}
+    family = FAMILIES[kind]
+    return _latent(family, config) if family.latent else _grouped(family, config, names)
+
+
+def _latent(family: Family, config: Mapping[str, Any]) -> dict[str, Shape]:
+    whole = complete(family, config)
+    shapes = _ends(family, whole)
+    for layer in attending(family, whole):
+        place = family.projections(layer)["o"].removesuffix("o_proj")
+        shapes |= {place + name: shape for name, shape in latent_shapes(whole).items()}
+    return shapes
 
 
 def _remote(config: Mapping[str, Any]) -> dict[str, Shape]:

@@ -17,6 +17,7 @@ _BY_WIDTHS = ("stock", "decoupled")  # layouts that engines run in some widths a
 LAYOUTS = {
     "grouped": "GQA, MQA",
     "stock": "MLA stock",
+    "latent": "MLA in another class that has it",
     "decoupled": "MLA remote",
     "intact": "MLA remote, rope intact",
     "multimodal": "GQA, MQA in a multimodal class",
@@ -79,6 +80,7 @@ _EVIDENCE: dict[str, tuple[Evidence | None, ...]] = {
         seen.HF, seen.VLLM_BROKEN, seen.VLLM_PLUGIN, seen.SGLANG_LATENT, seen.LLAMA_WIDTHS, seen.MLX,
         seen.TENSORRT_WIDTHS, seen.TGI,
     ),
+    "latent": (seen.HF_LATENT, *7 * (None,)),
     "decoupled 512+64": (
         seen.HF, seen.VLLM, seen.VLLM_PLUGIN, seen.SGLANG_BROKEN, seen.LLAMA_CLASSES, seen.MLX_BROKEN, None,
         None,

@@ -189,8 +189,10 @@ def biases(written: Written) -> str:
 
 
 def rope(written: Written) -> str:
-    """Find a rotary table that is not the default."""
+    """Find a rotary table that is neither the default nor YaRN's as DeepSeek-V3 itself has it."""
     kind = written.rope.get("rope_type", "default")
+    if kind == "yarn" and "mscale_all_dim" in written.rope:
+        return ""
     return "" if kind == "default" else f"its rope_type is {kind}"
 
 

@@ -9,6 +9,7 @@ from ...checkpoints.quantised.packed_checkpoint import QuantisedCheckpoint, open
 from ...checkpoints.record import read_record
 from ...checkpoints.shards import TensorSpec
 from ...convert.families.recognition import is_multimodal
+from ...convert.families.rows import FAMILIES
 from ...convert.formats.stock import NORM_WEIGHT
 from ...models.remote_code import MODEL_TYPE, check_form
 from .evidence import Evidence
@@ -40,7 +41,9 @@ class Written:
 
     @property
     def layout(self) -> str:
-        """Return `stock`, `decoupled` or `intact` where attention is latent; otherwise `grouped`.
+        """Return `stock`, `latent`, `decoupled` or `intact` where attention is latent; otherwise `grouped`.
+
+        `latent` is another class of transformers than DeepSeek-V3's.
 
         In a multimodal class it is `multimodal stock` or `multimodal`.
         """
@@ -49,7 +52,10 @@ class Written:
             return str(self.config["kvfold"]["form"])
         if is_multimodal(self.config):
             return "multimodal stock" if self._text.get("model_type") == "deepseek_v3" else "multimodal"
-        return "stock" if kind == "deepseek_v3" else "grouped"
+        if kind == "deepseek_v3":
+            return "stock"
+        row = FAMILIES.get(str(kind))
+        return "latent" if row is not None and row.latent else "grouped"
 
     @property
     def output(self) -> str:

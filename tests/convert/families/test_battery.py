@@ -29,6 +29,7 @@ LOSSLESS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "mqa": (True, ("--to", "mqa", "--calibration", "none")),
     "mla": (False, MLA_FULL),
     "mla remote": (False, MLA_REMOTE),
+    "mla narrowed": (False, MLA_FULL[:-2]),
 }
 REMOTE = "mla remote"
 REFUSED = {name: options for name, (_, options) in LOSSLESS.items()}
@@ -36,8 +37,8 @@ REFUSED["gqa"] = ("--to", "gqa", "--kv-heads", "2", "--calibration", "none")
 
 
 def name_of(cell: Support) -> str:
-    """A target; MLA has two containers."""
-    return REMOTE if cell.container == "remote" else cell.target
+    """A target; MLA has three containers."""
+    return f"mla {cell.container}" if cell.container in {"remote", "narrowed"} else cell.target
 
 
 def cells_of(kind: str) -> dict[str, Support]:

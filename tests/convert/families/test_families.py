@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.cli import main as kvfold
 from kvfold.convert.algebra import forward
 from kvfold.convert.families.family import Block
+from kvfold.convert.families.latent_layout import written_latent
 from kvfold.convert.families.packing import pack, unpack
 from kvfold.convert.families.recognition import as_causal, attending, complete, rotated
 from kvfold.convert.families.rows import FAMILIES
@@ -49,7 +50,10 @@ def test_attention_is_the_module_s(made: Path) -> None:
     seen: dict[str, Tensor] = {}
     for layer in source.attending:
         names = source.family.projections(layer)
-        model.get_submodule(names[source.family.roles[0]]).register_forward_pre_hook(
+        reads = names[source.family.roles[0]]
+        if source.family.latent:
+            reads = f"{source.latent_place(layer)}kv_a_proj_with_mqa"
+        model.get_submodule(reads).register_forward_pre_hook(
             lambda _, inputs, layer=layer: seen.__setitem__(f"x{layer}", inputs[0])
         )
         model.get_submodule(names["o"]).register_forward_hook(
@@ -58,9 +62,14 @@ def test_attention_is_the_module_s(made: Path) -> None:
     with torch.no_grad():
         model(torch.arange(tokens)[None] ** 2 * 7 % 97)
     for layer in source.attending:
-        table_F, factor = source.frequencies(layer)
+        attention: forward.AnyAttention
+        if source.family.latent:
+            attention, table_F = source.latent_attention(layer), source.latent_frequencies(layer)
+        else:
+            table_F, factor = source.frequencies(layer)
+            attention = source.attention(layer, factor)
         input_BTD = seen[f"x{layer}"].view(1, tokens, -1).double()
-        ours = forward.attend(source.attention(layer, factor), input_BTD, table_F, source.scoring(layer))
+        ours = forward.attend(attention, input_BTD, table_F, source.scoring(layer))
         theirs = seen[f"y{layer}"].view(1, tokens, -1).double()
         size = float(theirs.std())
         assert size > 0.01, "too small to tell anything"
@@ -70,6 +79,14 @@ def test_attention_is_the_module_s(made: Path) -> None:
 def test_packing_is_undone(made: Path) -> None:
     """Tensors become attention and the same tensors again, bit for bit."""
     source = open_source(made)
+    if source.family.latent:
+        latent, interleaved = source.latent_attention(1), source.family.rotary != "half"
+        written = written_latent(latent, interleaved=interleaved, factor=source.nominal_frequencies(1)[1])
+        place = source.latent_place(1)
+        assert {place + name for name in written} == {*source.reads(1)}
+        for name, tensor in written.items():
+            torch.testing.assert_close(tensor, source.checkpoint[place + name].double(), rtol=1e-15, atol=0)
+        return
     attention, own = source.attention(1), source.shape(1)
     packed = pack(attention, own.family, own.rotary_width)
     norms = {} if "k_norm" in packed or source.family.k_norm is None else {

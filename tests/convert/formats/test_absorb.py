@@ -110,9 +110,8 @@ def test_one_graph_of_a_decoding_step(name: str) -> None:
     """torch.compile finds no break in it, and nothing that depends on data; CUDA graphs need the same."""
     model = kvfold.absorb(latent_model(name))
     torch._dynamo.reset()
-    torch.testing.assert_close(
-        steps(model, torch.compile(model, fullgraph=True, backend="eager")), steps(model, model)
-    )
+    compiled = steps(model, torch.compile(model, fullgraph=True, backend="eager"))
+    torch.testing.assert_close(compiled, steps(model, model), rtol=0, atol=5e-5)
 
 
 def test_nothing_of_the_expansions_size_is_made() -> None:
