@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvfold.convert.algebra.forward import query_input
 from kvfold.convert.calibration import capacity, layerwise, passes
 from kvfold.convert.calibration import study as study_module
 from kvfold.convert.calibration.capacity import Need
@@ -51,14 +52,26 @@ def assert_equal(one: Statistics, other: Statistics) -> None:
 
 def check_layout(source: Source, found: Statistics) -> None:
     """Quantities that hooks see are in the layout of `Source.attention`: W_Q C W_Qᵀ is E[q qᵀ], whatever is fused."""
-    attention, statistics = source.attention(source.layers - 1), found.layers[-1]
+    statistics, keys = found.layers[-1], source.shape(source.attending[-1]).geometry.key_width
+    assert statistics.key_fisher.shape == statistics.value_fisher.shape == (keys, keys)
+    if source.family.latent:  # whose latent has the gradient of keys and values
+        assert torch.equal(statistics.key_fisher, statistics.value_fisher)
+        latent = source.latent_attention(source.layers - 1)
+        inputs_XA = query_input(latent, statistics.input_BTD.double()).flatten(0, 1)
+        q_nope_NXP = inputs_XA @ latent.q_nope_NPA.mT
+        given, wanted = statistics.query_NHH, q_nope_NXP.mT @ q_nope_NXP / len(inputs_XA)
+        width = wanted.shape[-1]
+        torch.testing.assert_close(
+            given[:, :width, :width], wanted, rtol=0, atol=2**-6 * wanted.abs().max().item()
+        )
+        return
+    attention = source.attention(source.layers - 1)
     bias_NH = torch.zeros(attention.q_NHD.shape[:2]) if attention.q_NH is None else attention.q_NH
     q_NHE = torch.cat([attention.q_NHD, bias_NH[..., None]], -1)
     wanted_NHH = q_NHE @ statistics.input_EE @ q_NHE.mT
     atol = 1e-5 * wanted_NHH.abs().max().item()
     torch.testing.assert_close(statistics.query_NHH, wanted_NHH, rtol=0, atol=atol)
-    keys = attention.k_KHD[..., 0].numel()
-    assert statistics.key_fisher.shape == statistics.value_fisher.shape == (keys, keys)
+    assert attention.k_KHD[..., 0].numel() == keys
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
