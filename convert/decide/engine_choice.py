@@ -120,10 +120,10 @@ def engine_notices(plan: Plan, engines: Sequence[str]) -> tuple[str, ...]:
     if not others:
         return ()
     reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in others.items())
-    return (
-        f"load the output in {', '.join(running)}; others would not run it right: {reasons}; for one "
-        "of them, fold to GQA or name it with --engine",
-    )
+    told = f"load the output in {', '.join(running)}; others would not run it right: {reasons}"
+    if plan.source.family.latent:
+        return (told,)
+    return (f"{told}; for one of them, fold to GQA or name it with --engine",)
 
 
 def format_notices(plan: Plan, engines: Sequence[str], dtype: str) -> tuple[str, ...]:

@@ -20,15 +20,19 @@ _SIZES = (
     "n_positions", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size", "num_local_experts",
     "num_experts_per_tok", "original_max_position_embeddings", "attention_chunk_size",
     "no_rope_layer_interval", "full_attention_interval", "attn_layer_period",
-    "prefix_dense_sliding_window_pattern",
+    "prefix_dense_sliding_window_pattern", "kv_lora_rank", "q_lora_rank", "v_head_dim",
 )  # fmt: skip
-_COUNTS = ("attn_layer_offset", "first_k_dense_replace", "sliding_window", "rotary_dim")
+_COUNTS = (
+    "attn_layer_offset", "first_k_dense_replace", "sliding_window", "rotary_dim", "qk_nope_head_dim",
+    "qk_rope_head_dim",
+)  # fmt: skip
 _POSITIVE = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
     "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier", "logits_scaling",
     "swiglu_limit", "rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "alpha",
 )  # fmt: skip
+_FACTORS = ("mscale", "mscale_all_dim")
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 # model_type -> the field in which transformers 4 has the base of layers with a window, whose table is default
 # there. Other classes with a table for each kind of layer came with transformers 5.
@@ -58,6 +62,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
         (_SIZES, f"a whole number from 1 to {LARGEST}", is_size),
         (_COUNTS, f"a whole number from 0 to {LARGEST}", lambda value: is_size(value, 0)),
         (_POSITIVE, f"a positive number of at most {_LARGEST_NUMBER:g}", _is_positive),
+        (_FACTORS, "a number from 0 to 1e30", lambda value: value == 0 or _is_positive(value)),
         (_SHARES, "a number above 0 and at most 1", lambda value: _is_positive(value, 1)),
     )
     for part, (names, wanted, is_right) in product(parts, ranges):

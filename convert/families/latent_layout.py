@@ -1,4 +1,6 @@
-"""The tensors of a layer whose attention is latent already, in transformers' classes of DeepSeek's kind.
+"""The tensors of a layer with latent attention, in transformers' classes of DeepSeek's kind.
+
+Sources that have it are read and written here; outputs in the stock class have the same names and shapes.
 
 Legend: ../algebra/attention.py; W width of a query, P + R.
 """

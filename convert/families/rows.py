@@ -207,7 +207,7 @@ _ROWS = {
         norm_spans="heads", rotates="rope_theta", mixers=True, block=_OTHERS),
     # Those whose attention is latent already.
     "deepseek_v2": _latent("DeepSeek-V2", "DeepseekV2ForCausalLM"),
-    "deepseek_v3": _latent("DeepSeek-V3, Kimi K2, Moonlight", "DeepseekV3ForCausalLM"),
+    "deepseek_v3": _latent("DeepSeek-V3, R1, Moonlight", "DeepseekV3ForCausalLM"),
     "glm4_moe_lite": _latent("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM"),
     "kimi_linear": _latent("Kimi Linear", "KimiLinearForCausalLM", rotary=None, mixers=True),
     "minicpm3": _latent("MiniCPM3", "MiniCPM3ForCausalLM", rotary="half"),

@@ -24,7 +24,7 @@ from ..calibration.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class LatentMetric:
-    """What errors in a source's latent cost, float64.
+    """The cost of errors in a source's latent, float64.
 
     Attributes:
         moment_rr: C.

@@ -32,6 +32,11 @@ def latent_refusal(tower: Tower) -> str:
     """Return why latent attention has no place in a whole checkpoint; empty where the stock class has one."""
     kind = tower.whole.config.get("model_type")
     never = latent_never(tower)
+    if FAMILIES[tower.model_type].latent:
+        return (
+            f"--to mla: the text tower of {kind} has latent attention already, and a narrower latent was not "
+            "tried inside a multimodal class; write the tower alone with --text-only"
+        )
     if never:
         return (
             f"--to mla: the text tower of {kind} cannot have latent attention, because {never}; use --to gqa"

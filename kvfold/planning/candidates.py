@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoints.shards import TensorSpec
 from ..convert.algebra.subspaces import decomposing
-from ..convert.algebra.target import GroupedTarget, budget_elements
+from ..convert.algebra.target import GroupedTarget, LatentGeometry, budget_elements
 from ..convert.calibration.statistics import Statistics
 from ..convert.decide.engine_choice import unfit
 from ..convert.decide.plan import Plan
@@ -178,9 +178,12 @@ def _wanted(source: Source, shares: Sequence[str]) -> Iterator[tuple[str, str, d
             yield "mla decoupled", "mla", stock
             yield "mla decoupled", "mla", {**stock, "slots": "uniform"}
         yield "mla decoupled", "mla", {**size, "rope": "decoupled", "container": "remote"}
-    for engines in () if source.family.latent else ("vllm", "vllm,sglang"):  # their kernels have two sizes
-        for profile in PROFILES:
-            yield f"mla for {engines}", "mla", {"engines": engines, "rank": profile.latent}
+    for profile in PROFILES:  # the two sizes of engines' kernels
+        if not isinstance(source.geometry, LatentGeometry):
+            for engines in ("vllm", "vllm,sglang"):
+                yield f"mla for {engines}", "mla", {"engines": engines, "rank": profile.latent}
+        elif profile.latent < source.geometry.kv_lora_rank:
+            yield "mla decoupled", "mla", {"rank": profile.latent}
 
 
 def _request(source: Source, to: str, options: Mapping[str, Any]) -> FoldRequest:

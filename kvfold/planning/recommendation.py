@@ -175,7 +175,8 @@ def _recommend(source: Source, request: PlanRequest, inside: Surroundings | None
         )
     ranks = Ranks(tensor=request.tp, context=request.dcp)
     ranks.check(source.geometry)
-    if not request.engines or not all(takes_any_width(one, everywhere=False) for one in request.engines):
+    takes_all = request.engines and all(takes_any_width(one, everywhere=False) for one in request.engines)
+    if not takes_all and not source.family.latent:
         _tell_small(source)
     candidates, refused = find_candidates(source, shares, request.engines, inside=inside)
     if not candidates:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,9 +16,11 @@ from kvfold.convert.methods.narrowing import latent_metric, narrowed, source_lat
 from kvfold.core.errors import InvalidInput
 from kvfold.engines.rules.engine_rules import lint
 
+from ...support.commands import run_main
 from ...support.folds import attempt, convert
 from ...support.quantised import FORMATS, quantise
-from ...support.tiny import make, same_bytes
+from ...support.tiny import SETTINGS, make, same_bytes
+from ...support.towers import make_multimodal
 
 KINDS = ("deepseek_v2", "deepseek_v3", "kimi_linear", "axk1")
 SHORT = ("--sequences", "6", "--length", "32", "--refine", "4")
@@ -115,6 +117,54 @@ def test_what_does_not_apply_is_said(options: tuple[str, ...], sentence: str, tm
     assert code == 2
     assert sentence in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("kv_lora_rank", 0), ("q_lora_rank", -1), ("qk_rope_head_dim", -2), ("qk_nope_head_dim", -4),
+    ("v_head_dim", 10**12), ("mscale_all_dim", 1e308), ("mscale", "x"),
+])  # fmt: skip
+def test_impossible_numbers_are_named(field: str, value: object, tmp_path: Path) -> None:
+    source = make(tmp_path / "source", "deepseek_v3")
+    config = json.loads((source / "config.json").read_text())
+    part = config["rope_parameters"] if field.startswith("mscale") else config
+    part[field] = value
+    (source / "config.json").write_text(json.dumps(config))
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "8")
+    assert code == 2
+    assert f"config.json has {field} " in text
+
+
+def test_a_layer_for_multi_token_prediction_is_told(tmp_path: Path) -> None:
+    """DeepSeek-V3 has it as layer 61, whose weights its class ignores."""
+    sizes = {"num_hidden_layers": 61, "first_k_dense_replace": 61}
+    source = make(tmp_path / "source", "deepseek_v3", **sizes)
+    weights = load_file(source / "model.safetensors")
+    for name in [name for name in weights if "layers.60." in name]:
+        weights[name.replace("layers.60.", "layers.61.")] = weights[name].clone()
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    code, text = attempt(source, tmp_path / "out", "--to", "mla", "--rank", "8", "--calibration", "none")
+    assert (code, "layer 61 comes after the 61 layers of config.json" in text) == (0, True), text
+
+
+def test_a_plan_has_the_width_of_engines_kernels(tmp_path: Path) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
+    source = make(tmp_path / "source", "deepseek_v3", **sizes)
+    done = run_main("plan", source, "--context", "64", "--json")
+    labels = [row["label"] for row in json.loads(done.stdout)["candidates"]]
+    assert "MLA 256+64, narrowed" in labels
+    assert "saves nothing here" not in done.output
+
+
+def test_a_text_tower_is_narrowed_alone(tmp_path: Path) -> None:
+    """Its place in a multimodal class was not tried, and no other target has one."""
+    tower = {**SETTINGS["youtu"], "model_type": "youtu", "num_key_value_heads": 4, "num_attention_heads": 4}
+    source = make_multimodal(tmp_path / "source", "llava", **tower)
+    half = ("--to", "mla", "--rank", "12", "--calibration", "none")
+    code, text = attempt(source, tmp_path / "out", *half)
+    assert (code, "write the tower alone with --text-only" in text) == (2, True), text
+    code, text = attempt(source, tmp_path / "out", *half, "--text-only")
+    assert code == 0, text
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["kv_lora_rank"] == 12
 
 
 def test_biases_are_refused(tmp_path: Path) -> None:
